@@ -87,7 +87,7 @@ test-asan: $(VENV)/.have-test
 	    tests/kernels/test_mxfp4_matrices.py tests/kernels/test_float12_matrices.py \
 	    tests/kernels/test_rounded_activations.py tests/kernels/test_expert_products.py \
 	    tests/kernels/test_recall_kernels.py tests/kernels/test_assign_slots.py \
-	    tests/kernels/test_fetch_tokens.py tests/kernels/test_attention_forms.py \
+	    tests/kernels/test_fetch_tokens.py tests/kernels/test_attention_variants.py \
 	    tests/kernels/test_sparse_attention.py tests/kernels/test_layer_operations.py
 
 # What plugs into transformers once more, with the last release before 5. It stands in front of what

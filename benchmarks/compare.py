@@ -96,7 +96,7 @@ class Cells:
             return scenario.best_batch[system]
         rate = partial(self._tried, scenario, subject, system)
         with suppress(_NeverRuns):
-            return best_batch(rate, first=scenario.first_batch, most=scenario.most)
+            return best_batch(rate, first=scenario.first_batch, max_batch=scenario.max_batch)
         return None
 
     def _tried(self, scenario: ComparisonScenario, subject: ComparisonSubject, system: str,
@@ -329,7 +329,7 @@ def equal_share(tokens: Sequence[Sequence[int]] | None, reference: Sequence[Sequ
     return fmean(token == expected for token, expected in pairs) if pairs else None
 
 
-def best_batch(rate: Callable[[int], float | None], *, first: int, most: int) -> int | None:
+def best_batch(rate: Callable[[int], float | None], *, first: int, max_batch: int) -> int | None:
     """Return the batch size with the highest rate.
 
     The batch size is doubled from `first` until memory is too small or two steps in a row gain
@@ -339,7 +339,7 @@ def best_batch(rate: Callable[[int], float | None], *, first: int, most: int) ->
     ----------
     rate : callable
         Tokens per second at a batch size; None if it cannot run.
-    first, most : int
+    first, max_batch : int
         First and largest batch size.
 
     Returns
@@ -349,7 +349,7 @@ def best_batch(rate: Callable[[int], float | None], *, first: int, most: int) ->
     """
     best: tuple[float, int] | None = None
     batch, idle = first, 0
-    while batch <= most and idle < 2:
+    while batch <= max_batch and idle < 2:
         tokens_per_second = rate(batch)
         if tokens_per_second is None:
             break

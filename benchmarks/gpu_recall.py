@@ -14,7 +14,7 @@ from gpu_kernels import BOUND, BRAIN, FULL, GPU, HALF, error
 from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import CacheLayout, IndexLayout, split_slots
-from flexgen_h2o.config.layers import DEFAULT_FORM
+from flexgen_h2o.config.layers import DEFAULT_VARIANT
 from flexgen_h2o.h2o.recall import index_weights, select_tokens
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import attention as reference
@@ -117,7 +117,7 @@ def check_recall(rows, case: RecallCase) -> None:
     weights = index_weights(
         cache.q.unflatten(1, (3, -1)), cache.k,
         reference_recall.indexed_keys(right, cache.layout)[:, :, : case.tokens],
-        layout=cache.layout, form=DEFAULT_FORM,
+        layout=cache.layout, variant=DEFAULT_VARIANT,
         hidden=torch.zeros(case.tokens, dtype=torch.bool, device=GPU), sinks=None)
     best = select_tokens(weights, metadata[1], cached=metadata[0])
     selected_mask = torch.zeros_like(best).scatter_(-1, selected[..., :count].long(), True)

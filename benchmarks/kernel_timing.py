@@ -210,7 +210,7 @@ def plain_decode(q, k, v, *, slots, metadata, layout, state):
 
 
 def sdpa_decode(q, k, v, *, slots, metadata, layout, state):
-    """PyTorch's fused attention over the same slots, without scores, eviction and writes.
+    """Run PyTorch's fused attention over the same slots, without scores, eviction and writes.
 
     Queries of a group are rows of one head, eight times as fast as `enable_gqa` on a CPU.
     """
@@ -234,7 +234,7 @@ def plain_prefill(q, k, v, lengths, *, scores):
 
 
 def sdpa_prefill(q, k, v, lengths, *, scores=None):
-    """PyTorch's fused causal attention of the same packed rows, without scores."""
+    """Run PyTorch's fused causal attention on the same packed rows, without scores."""
     q, k, v = (x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
 

@@ -43,6 +43,7 @@ from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.outputs import Output, Scored
 from flexgen_h2o.planning.memory_plan import MemoryCheck, MemoryPlan
+from flexgen_h2o.planning.planned_run import DraftModel
 from flexgen_h2o.request_session import PREFILL_CHUNK, RequestSession
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
@@ -181,7 +182,10 @@ class LLM(Session):
             self.weight_options = prepared.source.form.options
             self._prompts, self._cache = prepared.prompts, prepared.cache
             self._memory = _memory_check(prepared)
-            runner = Runner(prepared.source, prepared.device, prepared.args, prepared.rank)
+            draft = prepared.draft
+            runner = Runner(
+                prepared.source, prepared.device, prepared.args, prepared.rank,
+                draft=None if draft is None else Runner(draft.source, draft.device, draft.args))
             if prepared.workload is not None:
                 self._control.check_all_fit(partial(
                     self._memory.check_fits, self.policy, self._cache, prepared.workload,
@@ -658,7 +662,7 @@ def _close_unreferenced(engine: Engine, resources: contextlib.ExitStack, process
 
 def _memory_check(prepared: PreparedModel) -> MemoryCheck:
     """Return the memory check for runs of an LLM with these arguments."""
-    source, args, rank = prepared.source, prepared.args, prepared.rank
+    source, args, rank, draft = prepared.source, prepared.args, prepared.rank, prepared.draft
     return MemoryCheck(
         source.config, source.form.options,
         itemsize=source.dtype.itemsize,
@@ -667,4 +671,6 @@ def _memory_check(prepared: PreparedModel) -> MemoryCheck:
         max_bytes={"cpu": args.memory_limit, "gpu": args.device_memory_limit},
         device_bytes=prepared.device.free_bytes,
         stage=None if rank is None else rank.stage,
-        groups=1 if rank is None else rank.groups)
+        groups=1 if rank is None else rank.groups,
+        draft=None if draft is None else DraftModel(draft.source.config,
+                                                    draft.source.form.options))

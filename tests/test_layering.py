@@ -59,7 +59,8 @@ LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storag
          "models.gguf", "models.gguf.config", "models.gguf.header",
          "engine", "engine.schedule",
          "engine.batch", "distributed.heartbeat",
-         "engine.detokenization", "engine.slot_policy", "integrations", "integrations.lm_eval",
+         "engine.detokenization", "engine.slot_policy", "engine.expert_counts",
+         "integrations", "integrations.lm_eval",
          "integrations.lm_eval.arguments", "integrations.lm_eval.__main__"}
 
 

@@ -101,14 +101,14 @@ def check_platform(report: str) -> None:
 
 
 def modules() -> set[str]:
-    """Paths of the package's modules, page and marker of types, as a wheel has them."""
+    """Return the paths in a wheel of the package's modules, page and marker of types."""
     paths = [*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / PACKAGE / "serving/page").rglob("*.*"),
              ROOT / PACKAGE / "py.typed"]
     return {path.relative_to(ROOT).as_posix() for path in paths}
 
 
 def sources() -> set[str]:
-    """Paths that the sdist has to have: all that builds, documents and tests the package."""
+    """Return the paths that the sdist must have to build, document and test the package."""
     patterns = (f"{PACKAGE}/kernels/cpu/*.cpp", f"{PACKAGE}/kernels/cpu/*.h", "configs/**/*.*",
                 "docs/**/*.*", "examples/*.py", "examples/data/*.*", "tests/**/*.py", "tools/*.py")
     files = {path.relative_to(ROOT).as_posix() for pattern in patterns
@@ -126,7 +126,7 @@ def check_contents(kind: str, names: Iterable[str], needed: set[str]) -> None:
 
 
 def names_of(sdist: Path) -> set[str]:
-    """Paths in an sdist, without the folder that it unpacks to."""
+    """Return the paths in an sdist, without the folder that it unpacks to."""
     with tarfile.open(sdist) as archive:
         return {name.partition("/")[2] for name in archive.getnames()}
 

@@ -22,7 +22,7 @@ HEAD = """\
 
 Every command is `flexgen-h2o NAME` or `python -m flexgen_h2o NAME`, and has `--help` (the common
 flags), `--help-all` and `--version`. `flexgen-h2o` with flags alone is `generate`, as is
-`python -m flexgen_h2o.flex_opt`; torchrun starts `-m flexgen_h2o.batch`. Names are those of FlexGen
+`python -m flexgen_h2o.flex_opt`; torchrun starts `-m flexgen_h2o.batch`. Names are as in FlexGen
 and of the H2O repository where these have the flag. `summarize` and `stream` also take underscores
 for dashes. A size is a number of bytes, or `6GB`, `500MB`, `1.5GiB`. The script that
 `flexgen-h2o --print-completion bash` (`zsh`, `tcsh`) prints completes all of this in a shell.
@@ -31,12 +31,12 @@ for dashes. A size is a number of bytes, or `6GB`, `500MB`, `1.5GiB`. The script
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """The parser of a command's flags."""
+    """Return the parser of a command's flags."""
     return command_module(name).parser()
 
 
 def groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[argparse.Action]]]:
-    """Each group of flags that is not empty: its title and the flags but those of all commands."""
+    """Yield the title and flags of each group, without empty groups and flags of all commands."""
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if action.option_strings
                    and not {"--help", "--help-all", "--version"} & {*action.option_strings}]
@@ -45,13 +45,13 @@ def groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[argparse
 
 
 def flags(command: str) -> list[str]:
-    """The names of a command's flags, as they are shown: with dashes."""
+    """Return the names of a command's flags, with dashes."""
     return [action.option_strings[0] for _, actions in groups(parser_of(command))
             for action in actions]
 
 
 def row(action: argparse.Action) -> str:
-    """A row of the table: the flag with its values, its default, and what it does."""
+    """Return a row of the table: the flag with its values, its default and its help."""
     words, _, default = (action.help or "").replace("%%", "%").rpartition(" (default: ")
     # A bar would end the table's cell.
     value = str(action.metavar or action.dest.upper()).replace("|", "/")
@@ -62,7 +62,7 @@ def row(action: argparse.Action) -> str:
 
 
 def section(name: str) -> Iterator[str]:
-    """The parts of the page on one command."""
+    """Return the section of one command."""
     parser, same = parser_of(name), set()
     yield f"## {name}"
     yield parser.description or ""
@@ -80,7 +80,7 @@ def section(name: str) -> Iterator[str]:
 
 
 def page() -> str:
-    """The page in markdown."""
+    """Return the page in markdown."""
     return "\n\n".join([HEAD, *(part for name in COMMANDS for part in section(name))]) + "\n"
 
 

@@ -30,7 +30,7 @@ def site_path(path: str) -> str:
 
 
 def targets(path: str) -> Iterator[str]:
-    """Targets of the links of a markdown file, as paths in the repository."""
+    """Return the targets of the links of a markdown file, as paths in the repository."""
     for target in LINK.findall((ROOT / path).read_text(encoding="utf-8")):
         yield os.path.normpath(os.path.join(os.path.dirname(path), target))
 

@@ -40,9 +40,12 @@ _USED_BY = {"budgets": ("local", "misses"), "evict": ("evicted",)}
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeOptions:
-    """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
+    """The checked flags; `run` holds those shared with `flex_opt`. Lengths are in tokens.
 
-    Raises `UserError` for a value out of range and for flags that contradict each other.
+    Raises
+    ------
+    UserError
+        A value is out of range, or flags contradict each other.
     """
 
     run: RunConfig
@@ -56,12 +59,12 @@ class AnalyzeOptions:
     )
     articles: int | None = flag(
         "int", None, ge=1, shown=f"{_ARTICLES} of a .jsonl file",
-        help="look at the first so many long enough",
+        help="number of articles: the first ones that are long enough",
     )
     min_tokens: int | None = flag(
         "int", None, ge=_MIN_TOKENS,
         shown=f"{_ARTICLE_TOKENS}, at most --max-tokens, and {_MIN_TOKENS} for a plain text",
-        help="shorter articles are passed over, a shorter text is refused",
+        help="shorter articles are skipped, a shorter text is refused",
     )
     max_tokens: int = flag("int", 512, ge=_MIN_TOKENS, help="texts are cut to this")
     budgets: tuple[float, ...] = flag(
@@ -75,7 +78,7 @@ class AnalyzeOptions:
     )
     only: tuple[str, ...] = flag(
         "words", NAMES, choices=NAMES, metavar="NAME",
-        help=f"find these alone, of {', '.join(NAMES)}",
+        help=f"measure only these, of {', '.join(NAMES)}",
     )
 
     def __post_init__(self) -> None:
@@ -94,7 +97,7 @@ class AnalyzeOptions:
                             "--output-dir")
 
     def outputs(self) -> list[str]:
-        """The files that are written."""
+        """Return the files to write."""
         names = [f"{name}.csv" for name in self.only]
         names += ["misses.png"] if "misses" in self.only else []
         return [os.path.join(self.output_dir, name) for name in names]
@@ -106,30 +109,30 @@ class AnalyzeOptions:
 
     @property
     def shortest(self) -> int:
-        """Texts of fewer tokens are passed over."""
+        """Minimum tokens of a text."""
         if self.min_tokens is not None:
             return self.min_tokens
         usual = _ARTICLE_TOKENS if self.has_articles else _MIN_TOKENS
         return min(usual, self.max_tokens)
 
     def texts(self) -> list[str]:
-        """The texts of the input. Raises `UserError`."""
+        """Return the texts of the input. Raises `UserError`."""
         if self.has_articles:
             return read_articles(self.input_path)
         return [read_text("--input-path", self.input_path, if_empty="holds no text")]
 
 
 def parser() -> Parser:
-    """The parser of the flags."""
+    """Return the parser of the flags."""
     return task_flags.command_parser(
         AnalyzeOptions, _SHARED, prog="python benchmarks/studies/analyze.py",
         defaults=_DEFAULTS,
         helps={"dtype": "number format of the model; the statistics are in float32"},
-        description="What attention looks like: the observations behind H2O.")
+        description="Statistics of attention: the observations behind H2O.")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> AnalyzeOptions:
-    """Flags as checked `AnalyzeOptions`. Raises `UserError`."""
+    """Parse flags into checked `AnalyzeOptions`. Raises `UserError`."""
     analyze_flags, shared = task_flags.parse(argv, parser(), AnalyzeOptions)
     options = AnalyzeOptions(run=RunConfig(**_DEFAULTS | shared), **analyze_flags)
     for name, parts in _USED_BY.items():
@@ -140,14 +143,14 @@ def parse_args(argv: Sequence[str] | None = None) -> AnalyzeOptions:
 
 
 def run(options: AnalyzeOptions) -> None:
-    """Look at the texts, write the files, print the summary."""
+    """Measure the texts, write the files, print the summary."""
     check_folder("--output-dir", options.output_dir, options.outputs())
     texts = options.texts()
     print_stdout(summary(analyze(options, texts)))
 
 
 def analyze(options: AnalyzeOptions, texts: Sequence[str]) -> dict[str, list[dict[str, object]]]:
-    """The rows of each part; each part's files are written when it is done."""
+    """Return the rows of each part; each part's files are written when it is done."""
     # Only now: they load torch, and bad flags answer at once.
     from attention_survey import KINDS, Survey
 
@@ -171,7 +174,7 @@ def analyze(options: AnalyzeOptions, texts: Sequence[str]) -> dict[str, list[dic
 
 
 def _pairs(llm, texts: Sequence[str], options: AnalyzeOptions) -> list[Pair]:
-    """Token ids of the halves of each text."""
+    """Return the token ids of the halves of each text."""
     if llm.tokenizer is None:
         raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")
 
@@ -189,7 +192,7 @@ def _pairs(llm, texts: Sequence[str], options: AnalyzeOptions) -> list[Pair]:
 
 
 def _counting(attend: Callable, bar: ProgressBar) -> Callable:
-    """`attend`, and a step of the bar for each call."""
+    """Return `attend` with a step of the bar for each call."""
     def attend_and_count(*arguments):
         out = attend(*arguments)
         bar.update()
@@ -206,7 +209,7 @@ def _run_columns(llm, pairs: Sequence[Pair]) -> dict[str, object]:
 
 def _without_keys(options: AnalyzeOptions, llm, pairs: Sequence[Pair], *, cases: Sequence[tuple],
                   full: Sequence[Sequence[float]], run: dict, bar: ProgressBar) -> list[dict]:
-    """Perplexities of the second halves without some keys of the first; rows as they come."""
+    """Return the perplexities of the second halves without some keys of the first."""
     from attention_stats import share_of
     from attention_survey import Without
 

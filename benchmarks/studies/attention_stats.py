@@ -157,7 +157,7 @@ def overlap(local: Tensor, full: Tensor, count: int) -> float:
 
 
 def correlations(ids: Sequence[int], scores: Tensor) -> tuple[float, float]:
-    """Pearson's and Spearman's correlation of a token's count in the text with its mean score.
+    """Return Pearson's and Spearman's correlation of a token's count with its mean score.
 
     Parameters
     ----------

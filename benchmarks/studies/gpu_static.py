@@ -170,7 +170,7 @@ def _select(dtype: torch.dtype, size: int, bits: int, length: int, heavy: int, *
 
 def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *,
             index_bits: int = 4) -> None:
-    """A decode step with recall that selects a fifth of `length` tokens."""
+    """Run a decode step with recall that selects a fifth of `length` tokens."""
     layout = IndexLayout(size, index_bits)
     q, k = torch.empty(1, 4 * group, size, dtype=dtype), torch.empty(1, 4, size, dtype=dtype)
     slots = _slots(dtype, size, bits, 1, 4, length)
@@ -178,9 +178,10 @@ def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *
     metadata = torch.empty(2, 1, dtype=torch.int32)
     selected = triton_recall.select_keys(
         q, k, index=index, metadata=metadata, layout=layout, top_k=length // 80 * 16,
-        log_weights=None, form=DEFAULT_ARGUMENTS)
+        log_weights=None, variant=DEFAULT_ARGUMENTS)
     triton_recall.recall_attention(q, k, k, slots=slots, selected=selected, metadata=metadata,
-                                   layout=CacheLayout.from_bits(size, bits), form=DEFAULT_ARGUMENTS)
+                                   layout=CacheLayout.from_bits(size, bits),
+                                   variant=DEFAULT_ARGUMENTS)
     triton_recall.index_keys(slots[0], index, torch.tensor([[length - 1], [length - 1], [1]]),
                              layout=layout,
                              key_layout=None if bits == 16 else GroupLayout(size, bits))
@@ -198,7 +199,7 @@ def _groups(dtype: torch.dtype, size: int, bits: int) -> None:
 
 
 def _product(dtype: torch.dtype, rows: int, layout: MatrixLayout) -> None:
-    """A matmul of 512 inputs, or of 576, which are not divisible into whole parts."""
+    """Run a matmul of 512 inputs, or of 576, which are not divisible into whole parts."""
     x, out = (torch.empty(rows, size, dtype=dtype) for size in (layout.inputs, layout.outputs))
     triton_matrix.linear_quantized(x, _matrix(layout), out[0].clone(), out, layout.inputs > 512)
 

@@ -104,7 +104,7 @@ class Configuration:
         return "positions" if self.positions != "original" else self.policy
 
     def h2o(self) -> H2OConfig | None:
-        """The cache's configuration for `LLM`; None for the full cache."""
+        """Return the cache's configuration for `LLM`; None for the full cache."""
         share = self.budget / 100
         if self.policy in ("full", SPARSE):
             return None
@@ -120,7 +120,7 @@ class Configuration:
                          positions=self.positions)
 
     def arguments(self) -> dict[str, object]:
-        """Keywords of `LLM` that set this cache and the weights."""
+        """Return keywords of `LLM` that set this cache and the weights."""
         values = {"attn_sparsity": self.budget / 100} if self.policy == SPARSE else {}
         values |= {"activation_bits": self.activation_bits} if self.activation_bits != 16 else {}
         return {"h2o": self.h2o(), "cache_bits": self.cache_bits, "weight_bits": self.weight_bits,

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexgen_h2o.cache.decode_attention import PendingAttention
 from flexgen_h2o.cache.hot_set import RecallCounts
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.layers import AttentionForm
+from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
 from flexgen_h2o.h2o.simulation import SimulatedCache
@@ -44,8 +44,9 @@ class SimulatedBlockCache(_MemoryCache):
     """`SimulatedCache` with the interface of `KVCache`; parameters as of `SimulatedCache`."""
 
     def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
-                 form: Callable[[int], AttentionForm], smoothing: Sequence[LayerSmoothing] = ()):
-        self._cache = SimulatedCache(h2o, rotate, form, smoothing)
+                 variant: Callable[[int], AttentionVariant],
+                 smoothing: Sequence[LayerSmoothing] = ()):
+        self._cache = SimulatedCache(h2o, rotate, variant, smoothing)
         self.begin = self._cache.begin
         self.resume = self._cache.resume
         self.repeat = self._cache.repeat
@@ -68,11 +69,11 @@ class UncachedAttention(_MemoryCache):
 
     Parameters
     ----------
-    form : callable (layer) -> AttentionForm
+    variant : callable (layer) -> AttentionVariant
     """
 
-    def __init__(self, form: Callable[[int], AttentionForm]):
-        self._form = form
+    def __init__(self, variant: Callable[[int], AttentionVariant]):
+        self._variant = variant
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a block of prompts."""
@@ -87,7 +88,7 @@ class UncachedAttention(_MemoryCache):
         for x in (q, k):
             ops.rotate_(x, rope)
         return ops.prefill_attention(q, k, v, [len(span) for span in spans],
-                                     form=self._form(layer), sinks=sinks)
+                                     variant=self._variant(layer), sinks=sinks)
 
 
 class ProbedCache(_MemoryCache):
@@ -127,7 +128,7 @@ class KeySampler(UncachedAttention):
 
     Parameters
     ----------
-    form : callable (layer) -> AttentionForm
+    variant : callable (layer) -> AttentionVariant
     rotate : callable (x, positions, layer) -> Tensor like x
         See `SimulatedCache`.
     positions : int
@@ -139,9 +140,9 @@ class KeySampler(UncachedAttention):
         The constants of each layer that has been computed.
     """
 
-    def __init__(self, form: Callable[[int], AttentionForm],
+    def __init__(self, variant: Callable[[int], AttentionVariant],
                  rotate: Callable[[Tensor, Tensor, int], Tensor], positions: int):
-        super().__init__(form)
+        super().__init__(variant)
         self._rotate = rotate
         self._positions = positions
         self.layers: dict[int, LayerSmoothing] = {}
@@ -155,9 +156,9 @@ class KeySampler(UncachedAttention):
         unrotated = k.float(), q.float()
         rotated = (self._rotate(x.transpose(0, 1), positions[None], layer).transpose(0, 1)
                    for x in unrotated)
-        form = self._form(layer)
+        variant = self._variant(layer)
         # Soft caps and attention sinks need q . c added to products again; only CPU kernels do.
-        centered = q.is_cpu or not (form.softcap or form.sinks)
+        centered = q.is_cpu or not (variant.softcap or variant.sinks)
         self.layers[layer] = LayerSmoothing(
             *(KeySmoothing.fit(*sample, centered=centered) for sample in (rotated, unrotated)))
         return super().attend_prompt(layer, batch, q, k, v, spans=spans, rope=rope, sinks=sinks)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.config.cache_layout import CacheLayout
-from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.h2o.eviction import Cut, EvictionState, attention_weights
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels import ops
@@ -27,21 +27,21 @@ class LayerAttention:
 
     Attributes
     ----------
-    form : AttentionForm
+    variant : AttentionVariant
     sinks : Tensor [heads] or None
-        Attention sinks, if the form has them.
+        Attention sinks, if the variant has them.
     offsets : Tensor [sequences, heads] or None
         Added to the products of a new token's queries (`h2o.key_smoothing`).
     """
 
-    form: AttentionForm = DEFAULT_FORM
+    variant: AttentionVariant = DEFAULT_VARIANT
     sinks: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The arguments by their names in `kernels.ops`."""
-        options = {"form": self.form, "sinks": self.sinks}
+        options = {"variant": self.variant, "sinks": self.sinks}
         return options if self.offsets is None else options | {"offsets": self.offsets}
 
 
@@ -167,10 +167,10 @@ def _window_attention(q, keys, values, positions, *, scores, decay, attention) -
     for chunk in torch.arange(rows, device=q.device).split(WINDOW_QUERIES):
         query_positions = positions[:, tokens - rows + chunk][..., None]
         hidden = (positions[:, None] > query_positions) | (
-            positions[:, None] <= query_positions - attention.form.window)
+            positions[:, None] <= query_positions - attention.variant.window)
         products = torch.einsum("rkgd,ktd->kgrt", q[chunk].float().unflatten(1, (heads, -1)), keys)
         weights = attention_weights(products, hidden[:, None], dim=q.shape[-1],
-                                    form=attention.form, sinks=sinks)
+                                    variant=attention.variant, sinks=sinks)
         if scores is not None:
             scores += torch.einsum("kgrt,r->kt", weights, decay ** (rows - 1 - chunk).float())
         attended = torch.einsum("kgrt,ktd->rkgd", weights, values)

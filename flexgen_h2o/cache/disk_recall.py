@@ -38,9 +38,9 @@ def page_layout(slot_layout: SlotLayout, slots: int) -> PageLayout:
 
 def view_pages(buffer: Tensor, pages: PageLayout, slot_layout: SlotLayout) -> Tensor:
     """View a buffer of pages, uint8 [n * page_bytes], as [n, tokens, kinds, width]."""
-    rows = buffer.view(-1, pages.page_bytes)[:, : pages.tokens * pages.token_bytes]
+    rows = buffer.view(-1, pages.page_bytes)[:, : pages.page_tokens * pages.token_bytes]
     return rows.view(slot_layout.dtype).unflatten(
-        1, (pages.tokens, slot_layout.kinds, slot_layout.width))
+        1, (pages.page_tokens, slot_layout.kinds, slot_layout.width))
 
 
 def view_slots(buffer: Tensor, pages: PageLayout, slot_layout: SlotLayout) -> Tensor:
@@ -128,7 +128,7 @@ class DiskRecallPart(FetchedPart):
     def _layer_bytes(self, sequences: int, capacity: Capacity) -> list[tuple[int, int]]:
         return [sizes if pages is None else (
                     sequences * pages.sequence_bytes,
-                    self.slot_layout.nbytes(sequences, pages.rows * pages.tokens))
+                    self.slot_layout.nbytes(sequences, pages.head_pages * pages.page_tokens))
                 for pages, sizes in zip(self._pages, super()._layer_bytes(sequences, capacity),
                                         strict=True)]
 
@@ -178,7 +178,7 @@ class DiskRecallPart(FetchedPart):
             super().load(layer, batch, fetch=fetch, keys_only=keys_only, cached=cached)
             return
         store, hot = self._stores[layer, batch], self._hot[layer, batch]
-        store.slots = pages.rows * pages.tokens
+        store.slots = pages.head_pages * pages.page_tokens
         before, store.busy = [*store.busy, *(handle for _, handle in hot.fetches)], []
         fill = partial(self._read_all, layer=layer, batch=batch, cached=tuple(hot.cached))
         self._ring.load((layer, batch), fill if fetch else lambda lane, staging: None, after=before)
@@ -191,12 +191,12 @@ class DiskRecallPart(FetchedPart):
         """
         pages, extent = self._pages[layer], self._stores[layer, batch].extent
         step = max(1, CHUNK // (pages.kv_heads * pages.page_bytes))
-        last = -(-tokens.stop // pages.tokens)
+        last = -(-tokens.stop // pages.page_tokens)
         heads = range(sequence * pages.kv_heads, (sequence + 1) * pages.kv_heads)
-        for row in range(tokens.start // pages.tokens, last, step):
+        for row in range(tokens.start // pages.page_tokens, last, step):
             rows = slice(row, min(row + step, last))
             yield rows, [Extent(extent.path,
-                                extent.offset + (head * pages.rows + row) * pages.page_bytes,
+                                extent.offset + (head * pages.head_pages + row) * pages.page_bytes,
                                 (rows.stop - row) * pages.page_bytes) for head in heads]
 
     def _new_read_buffer(self, pages: PageLayout) -> Tensor:
@@ -218,7 +218,7 @@ class DiskRecallPart(FetchedPart):
         pages, cache = self._pages[layer], self._staged(staging, layer, batch)
         newest, read_buffer = self._newest(layer, batch), self._new_read_buffer(pages)
         for sequence, count in enumerate(cached):
-            by_page = cache[:, sequence].unflatten(2, (-1, pages.tokens))
+            by_page = cache[:, sequence].unflatten(2, (-1, pages.page_tokens))
             for rows, extents in self._page_extents(layer, batch, sequence, range(count)):
                 size = extents[0].nbytes
                 buffer = read_buffer[: len(extents) * size]
@@ -261,7 +261,7 @@ class DiskRecallPart(FetchedPart):
         pages, cache = self._pages[layer], self._staged(staging, layer, batch)
         read_buffer = self._new_read_buffer(pages)
         for sequence, tokens in enumerate(new):
-            by_page = cache[:, sequence].unflatten(2, (-1, pages.tokens))
+            by_page = cache[:, sequence].unflatten(2, (-1, pages.page_tokens))
             for rows, extents in self._page_extents(layer, batch, sequence, tokens):
                 buffer = read_buffer[: sum(extent.nbytes for extent in extents)]
                 view_slots(buffer, pages, self.slot_layout).copy_(by_page[:, :, rows])
@@ -350,11 +350,11 @@ class DiskRecallPart(FetchedPart):
             read_buffer=self._read_buffer))
         page = self._read_buffer[: pages.page_bytes]
         for head, token, slot in missing[:, done:].T.tolist():  # `read` raises what went wrong
-            row = head * pages.rows + token // pages.tokens
+            row = head * pages.head_pages + token // pages.page_tokens
             lane.disk.read([AlignedRead(extent.path, extent.offset + row * pages.page_bytes,
                                         pages.page_bytes, 0)], page)
             slots.flatten(0, 1)[head, slot] = view_pages(
-                page, pages, self.slot_layout)[0, token % pages.tokens]
+                page, pages, self.slot_layout)[0, token % pages.page_tokens]
 
     def _write_full_pages(self, layer: int, batch: int, rows: slice, cached: Sequence[int]
                             ) -> None:
@@ -365,16 +365,16 @@ class DiskRecallPart(FetchedPart):
             for handle in store.busy:
                 self._transfers.ready(handle)
             store.busy = []
-        newest = self._newest(layer, batch).unflatten(2, (-1, pages.tokens))
+        newest = self._newest(layer, batch).unflatten(2, (-1, pages.page_tokens))
         for sequence, count in enumerate(cached, rows.start):
-            full = count // pages.tokens
-            if full * pages.tokens <= hot.written[sequence]:
+            full = count // pages.page_tokens
+            if full * pages.page_tokens <= hot.written[sequence]:
                 continue
-            hot.written[sequence] = full * pages.tokens
+            hot.written[sequence] = full * pages.page_tokens
             # [kv_heads, tokens, kinds, width]
             page = newest[sequence, :, (full - 1) % newest.shape[2]]
             (_, extents), = self._page_extents(layer, batch, sequence, range(
-                (full - 1) * pages.tokens, full * pages.tokens))
+                (full - 1) * pages.page_tokens, full * pages.page_tokens))
             store.busy.append(self._transfers.submit(
                 "stores", partial(self._write_page, pages=pages, extents=extents,
                                   page=page)))

@@ -85,7 +85,7 @@ class HotSet:
              ) -> tuple[Tensor, Tensor, int]:
         """Assign slots to the tokens that heads from number `head` on have selected.
 
-        Arguments and results are those of `reference_recall.assign_slots`, but missing tokens have
+        Arguments and results are as in `reference_recall.assign_slots`, but missing tokens have
         the head's number in this set.
         """
         heads = slice(head, head + selected.shape[0] * selected.shape[1])

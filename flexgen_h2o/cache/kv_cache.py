@@ -47,7 +47,7 @@ from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.key_smoothing import BasisChange, LayerSmoothing
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
+from flexgen_h2o.kernels.arguments import EvictionArguments, VariantArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.storage.disk import RunFolder
@@ -327,7 +327,7 @@ class KVCache:
             part_sinks = sinks
             if part.on_host and sinks is not None:
                 part_sinks = self._host.sinks_on_host(layer, sinks)
-            attention = LayerAttention(self.shape.form(layer), part_sinks,
+            attention = LayerAttention(self.shape.attention_variant(layer), part_sinks,
                                        None if offsets is None else offsets[sequences])
             where = layer, batch, part.first
             cached = self._batch_layouts[batch].tokens(part.first, token) - 1
@@ -376,8 +376,8 @@ class KVCache:
 
         Only soft caps and attention sinks need them: see `h2o.key_smoothing`.
         """
-        form = self.shape.form(layer)
-        if change is None or not (form.softcap or form.sinks) or self._device.type != "cpu":
+        variant = self.shape.attention_variant(layer)
+        if change is None or not (variant.softcap or variant.sinks) or self._device.type != "cpu":
             return None  # see `KeySampler` for GPUs
         return torch.empty(q.shape[:2])
 
@@ -439,13 +439,13 @@ class KVCache:
                        sinks: torch.Tensor | None = None) -> None:
         """Start fetching the tokens that a new token may select, by a predicted query and key.
 
-        Arguments are those of `attend_token`. Results do not depend on the prediction.
+        Arguments are as in `attend_token`. Results do not depend on the prediction.
         """
         offsets = self._rotate(layer, batch, q, k, rope)
         for part in self._parts_of(batch):
             if part.fetches_selected(layer):
                 sequences = part.sequences(batch)
-                attention = LayerAttention(self.shape.form(layer), sinks,
+                attention = LayerAttention(self.shape.attention_variant(layer), sinks,
                                            None if offsets is None else offsets[sequences])
                 self._prefetch(layer, batch, part, q[sequences], k[sequences], token=token,
                                attention=attention)
@@ -481,16 +481,16 @@ class KVCache:
         for x, (tables, change), sums in zip((q, k), rotations, (offsets, None), strict=True):
             if tables is not None or change is not None:
                 native.rotate(x, *(tables or (None, None)), change, sums, capture=capture)
-        form = FormArguments.from_form(self.shape.form(layer), sinks, offsets)
+        variant = VariantArguments.from_variant(self.shape.attention_variant(layer), sinks, offsets)
         if self._recall is not None and self._recall.index(layer, batch, part) is not None:
-            self._recall.capture(q, k, v, part=part, where=(layer, batch), form=form, out=out,
+            self._recall.capture(q, k, v, part=part, where=(layer, batch), variant=variant, out=out,
                                  capture=capture)
             return
         assert self._evictions.eviction.policy is None, "kernels lack this policy"
         state = EvictionArguments.from_state(self._evictions.state(layer, batch, part))
         native.decode_attention(q, k, v, slots=part.get(layer, batch), layout=self.shape.layout,
                                 metadata=self._step_metadata.newest(layer, batch, part),
-                                eviction=state, out=out, capture=capture, form=form)
+                                eviction=state, out=out, capture=capture, variant=variant)
 
     def prepare_replay(self, batch: int, token: int) -> None:
         """Update the metadata of a batch's captured attention to new token `token` (from 1)."""

@@ -9,7 +9,7 @@ import torch
 
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.budget import budget, num_slots
 
@@ -57,8 +57,8 @@ class CacheShape:
         Layout of quantized keys and values; None: the cache has `dtype`.
     attn_sparsity : float
         Share of the cached values that a new token reads (`kernels.reference.sparse`).
-    attention : tuple of AttentionForm
-        Form of each layer. Empty: all layers have the default form.
+    attention : tuple of AttentionVariant
+        Form of each layer. Empty: all layers have the default variant.
     """
 
     num_layers: int
@@ -67,11 +67,11 @@ class CacheShape:
     dtype: torch.dtype
     layout: CacheLayout | None = None
     attn_sparsity: float = 1.0
-    attention: tuple[AttentionForm, ...] = ()
+    attention: tuple[AttentionVariant, ...] = ()
 
-    def form(self, layer: int) -> AttentionForm:
-        """Return the form of attention of a layer."""
-        return self.attention[layer] if self.attention else DEFAULT_FORM
+    def attention_variant(self, layer: int) -> AttentionVariant:
+        """Return the variant of attention of a layer."""
+        return self.attention[layer] if self.attention else DEFAULT_VARIANT
 
     def slot_layout(self, *, quantized: bool = True) -> SlotLayout:
         """Return the contents of a slot, in the run's dtype unless the cache is quantized."""
@@ -155,7 +155,7 @@ def layer_cache_plans(batch_layout: BatchLayout, h2o: H2OConfig | None,
                       num_layers: int) -> list[LayerCachePlan]:
     """Return the plan of each layer for a batch."""
     def growth(layer: int) -> tuple:
-        # What decides, beside the budgets of the prompts, how budgets grow with generated tokens.
+        # These decide how budgets grow with generated tokens, together with the prompts' budgets.
         if h2o is None:
             return ()
         grows = (*h2o.ratios(layer), h2o.window(layer)) if h2o.budget_of == "text" else ()

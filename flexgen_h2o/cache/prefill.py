@@ -91,7 +91,7 @@ class PromptAttention:
             for x in (q, k):
                 ops.rotate_(x, rope)
         lengths = [len(span) for span in spans]
-        attention = LayerAttention(self._shape.form(layer), sinks)
+        attention = LayerAttention(self._shape.attention_variant(layer), sinks)
         if batch_layout.appends:
             attend = self._append if appends else self._attend_chunk
             rows = zip(*(x.split(lengths) for x in (q, cached, v)), strict=True)

@@ -21,7 +21,7 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o import budget
 from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.arguments import FormArguments
+from flexgen_h2o.kernels.arguments import VariantArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up
@@ -203,7 +203,7 @@ class Recall:
         part : CachePart
             Part that holds these sequences.
         **options
-            The form of attention.
+            The variant of attention.
 
         Returns
         -------
@@ -236,10 +236,10 @@ class Recall:
         return torch.cat(out), torch.cat(slots)
 
     def capture(self, q: Tensor, k: Tensor, v: Tensor, *, part: CachePart, where: tuple[int, int],
-                form: FormArguments, out: Tensor, capture: cpu_library.CapturedCalls) -> None:
+                variant: VariantArguments, out: Tensor, capture: cpu_library.CapturedCalls) -> None:
         """Capture `attend` with the metadata of the newest `step`.
 
-        Parameters and shapes are those of `attend`; `out` is like q. The part is resident.
+        Parameters and shapes are as in `attend`; `out` is like q. The part is resident.
         """
         layer, batch = where
         index, step = self.index(*where, part), self._steps[self._step_key(layer, batch, part)]
@@ -251,9 +251,9 @@ class Recall:
             (len(q), top_k),
             step.metadata.new_empty((len(q), self._shape.kv_heads, top_k)))
         native_recall.select_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
-                                  top_k=top_k, form=form, out=selected, capture=capture)
+                                  top_k=top_k, variant=variant, out=selected, capture=capture)
         native_recall.recall_attention(q, k, v, slots=slots, selected=selected,
                                        metadata=step.metadata, layout=self._shape.layout,
-                                       form=form, out=out, capture=capture)
+                                       variant=variant, out=out, capture=capture)
         native_recall.index_keys(self._keys(slots), index, step.spans, layout=self._layout,
                                  key_layout=self._key_groups, capture=capture)

@@ -261,7 +261,7 @@ class WriteBackLog:
         kinds, sequences, heads, slots, width = cache.shape
         rows = torch.arange(kinds * sequences * heads).view(kinds, sequences, heads)
         index = rows * slots + self.slots[: self.count, None, :sequences]
-        # NumPy assigns in order and in one call, so that compute beside it rarely waits for the
+        # NumPy assigns in order and in one call, so that concurrent compute rarely waits for the
         # interpreter. An entry is one element of it.
         entry = np.dtype((np.void, width * cache.element_size()))
         entries = self.entries[: self.count, :, :sequences].reshape(-1).contiguous()

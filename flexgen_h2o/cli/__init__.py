@@ -1,1 +1,1 @@
-"""The command line: one table of flags, what they make, and the files in and out."""
+"""The command line: the table of flags, run configuration, input and output files."""

@@ -24,7 +24,7 @@ COMMANDS = {
     "batch": "run a file of requests in OpenAI's Batch format, with resume",
     "serve": "serve OpenAI's Batch and completion endpoints over HTTP",
     "plan": "choose a policy for this machine or another, or predict its speed",
-    "bench": "measure throughput and latency of one run, beside its roofline",
+    "bench": "measure throughput and latency of one run, with its roofline",
     "summarize": "summarize articles and compute ROUGE",
     "stream": "run endless conversations through a cache of fixed size",
     "cache": "list converted models and quantized weights on disk, or remove them",

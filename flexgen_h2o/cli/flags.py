@@ -1,7 +1,7 @@
 """The table of command-line flags: one dataclass field per flag.
 
 Parsers, checks, --help, docs and saved configurations are derived from it. Names and meaning are
-those of FlexGen and the H2O repository where these have the flag. No torch.
+as in FlexGen and the H2O repository if these have the flag. No torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache", 
 
 COMMON = ("model", "path", "device", "dtype", "weight_bits", "activation_bits", "prompt", "prompts",
           "chat", "config", "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", "percent",
-          "offload_dir", "speculate", "pipeline_parallel", "plan_only", "memory_limit", "hh_ratio",
-          "recall", "cache_bits", "do_sample", "temperature", "top_p", "seed", "output", "csv",
-          "stream", "verbose")
+          "offload_dir", "speculate", "draft_model", "pipeline_parallel", "plan_only",
+          "memory_limit", "hh_ratio", "recall", "cache_bits", "do_sample", "temperature", "top_p",
+          "seed", "output", "csv", "stream", "verbose")
 """Flags that ``--help`` shows; ``--help-all`` shows the others too."""
 
 
@@ -78,7 +78,7 @@ class RunFlags:
     weight_cache: str = _flag(
         "model", "path", "auto", metavar="DIR",
         help="folder that keeps quantized weights for later runs; auto: in the user's cache, "
-        "beside converted models",
+        "next to converted models",
     )
     no_weight_cache: bool = _flag(
         "model", "bool", False, help="quantize weights for this run only",
@@ -179,8 +179,8 @@ class RunFlags:
     )
     expert_slots: int | None = _flag(
         "policy", "int", None, ge=1, shown="the experts that a decode step chooses in two layers",
-        help="slots in the fastest memory for experts that are not resident there; the most used "
-        "experts keep their slots",
+        help="slots in the fastest memory for experts that are not resident there, besides those "
+        "of the percent in memory if others are on disk; the most used experts keep their slots",
     )
     cpu_expert_compute: bool = _flag(
         "policy", "bool", False,
@@ -188,8 +188,8 @@ class RunFlags:
     )
     expert_counts: str | None = _flag(
         "policy", "path", None, metavar="FILE.json", shown="none",
-        help="expert counts that --count-experts wrote: plan with them, and keep the most chosen "
-        "experts in the fastest memory",
+        help="expert counts that --count-experts wrote: plan with them, and begin with the "
+        "most chosen experts in the fastest memory",
     )
     refill_share: float = _flag(
         "policy", "float", Policy.refill_share, gt=0, le=1,
@@ -197,9 +197,15 @@ class RunFlags:
         "in the next block; 1 waits for all",
     )
     speculate: str | None = _flag(
-        "policy", "text", None, choices=SPECULATIVE_METHODS, shown="none",
+        "policy", "text", None, choices=("none", *SPECULATIVE_METHODS),
+        shown="none; draft with --draft-model; with --percent auto, ngram where it costs nothing",
         help="speculative decoding, for few sequences on a CPU: draft tokens from the text so far "
-        "(ngram) and verify them in one decode step; a GPU batch then has one sequence",
+        "(ngram) or by --draft-model (draft) and verify them in one decode step; a GPU batch then "
+        "has one sequence",
+    )
+    draft_model: str | None = _flag(
+        "policy", "text", None, metavar="NAME", shown="none",
+        help="small model with the same tokenizer that drafts tokens; it stays in memory",
     )
     num_speculative_tokens: int = _flag(
         "policy", "int", Policy.num_speculative_tokens, ge=1,

@@ -25,7 +25,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import path_exists
 from flexgen_h2o.files.terminal import print_stderr
 from flexgen_h2o.kernels.implementations import AutotuneTable
-from flexgen_h2o.models.gguf.config import config_of, header_options
+from flexgen_h2o.models.gguf.config import config_of, header_options, names_gguf
 from flexgen_h2o.models.gguf.header import gguf_file, read_header
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_experts, check_length, longest_prompt
@@ -39,7 +39,7 @@ from flexgen_h2o.models.registry import (
 from flexgen_h2o.planning.hardware import BITS, Hardware, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import predict_pipeline, search_pipeline
-from flexgen_h2o.planning.planned_run import PlannedRun
+from flexgen_h2o.planning.planned_run import DraftModel, PlannedRun
 from flexgen_h2o.planning.search import TIE_RATIO, Choice, PlanRequest, predict, search
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
 
@@ -47,6 +47,8 @@ HEADROOM = 0.97
 """Share of this machine's free memory that a plan may take, as free memory fluctuates."""
 LIBRARIES = 160 << 20
 """Bytes of host memory that are left at least, for PyTorch and oneDNN."""
+MAX_BREAK_EVEN = 0.03
+"""Share of drafts that must be accepted for speculation to pay, up to which a plan chooses it."""
 RECALL_RATIO = 0.1
 """`--hh-ratio` of a proposed recall: a new token attends to 20 % of the prompt."""
 RECALL_PERPLEXITY = 1.04
@@ -67,6 +69,8 @@ class PlanSubject:
         Bytes of an element that is not quantized.
     weights : callable (bits) -> WeightOptions
         Returns the weight format for a bit width.
+    draft : DraftModel or None
+        The model of `--draft-model`.
     """
 
     hardware: Hardware
@@ -74,6 +78,7 @@ class PlanSubject:
     model: ModelConfig
     itemsize: int
     weights: Callable[[int | str], WeightOptions]
+    draft: DraftModel | None = None
 
 
 @dataclass(frozen=True)
@@ -141,8 +146,8 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
     if not config.synthetic:  # the length is an estimate
         load = load.cut(longest_prompt(subject.model, config.h2o()))
     choices, bounds = _choices(config, subject, load, prompts)
-    best = choices[0]
-    lines = [plan_text(subject.hardware, choices, subject.limits, bounds)]
+    best, speculation = _speculation(config, subject, load, prompts, choices[0])
+    lines = [plan_text(subject.hardware, [best, *choices[1:]], subject.limits, bounds)]
     recall = _faster_recall(config, subject, load, prompts, full=best)
     if recall is not None:
         lines.append(line("recall", (
@@ -153,24 +158,48 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
     if config.fetch_chosen and not best.run.policy.fetch_chosen:
         lines.append(line("note", "--fetch-chosen has no effect: this policy leaves nothing of the "
                                   "cache on a slower tier from which tokens are fetched"))
-    if config.speculate is not None and best.estimate.steps:
-        lines.append(line("speculation", _speculation(subject.hardware, best)))
+    if speculation is not None:
+        lines.append(line("speculation", speculation))
     if config.percent == AUTO:
         config = _with_policy(config, best.run)
     return Plan(config, best, subject.hardware.compute.implementations, "\n".join(lines), bounds,
                 recall)
 
 
-def _speculation(hardware: Hardware, choice: Choice) -> str:
-    """Return a text that says from which share of accepted drafts on speculation pays."""
-    run, drafts = choice.run, choice.run.policy.draft_tokens
+def _speculation(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None,
+                 choice: Choice) -> tuple[Choice, str | None]:
+    """Choose whether a run drafts, and return a text that says when drafts pay.
+
+    Without `--speculate`, `--percent auto` drafts for one sequence of a batch, out of the text, if
+    next to nothing is lost where no draft is accepted.
+    """
+    given, hardware, drafting = config.speculate is not None, subject.hardware, choice
+    if not choice.estimate.steps or config.speculate == "none" or not given and (
+            config.percent != AUTO or hardware.has_gpu or config.pipeline_parallel > 1
+            or choice.run.workload.gpu_batch_size > 1):
+        return choice, None
+    if not given:
+        try:
+            (drafting, *_), _ = _choices(replace(config, speculate="ngram"), subject, load, prompts)
+        except UserError:
+            return choice, None
+    run, plain = drafting.run, drafting.estimate.step.seconds
+    drafts = run.policy.draft_tokens
     # A drafted token costs as much as one of another sequence.
     rows = replace(run, workload=replace(run.workload, gpu_batch_size=1 + drafts))
     seconds = predict(hardware, rows).estimate.step.seconds
-    share = (seconds / choice.estimate.step.seconds - 1) / drafts
-    advice = (f"pays if more than {100 * share:.2g} % of them are accepted" if share < 1 else
-              "does not pay even if all of them are accepted: leave --speculate out")
-    return f"a decode step with {drafts} drafts takes {seconds:.4g} s: it {advice}"
+    if run.draft_run is not None:
+        seconds += drafts * predict(hardware, run.draft_run).estimate.step.seconds
+    share = max(0.0, (seconds / plain - 1) / drafts)
+    speculates = given or (share <= MAX_BREAK_EVEN and drafting.tokens_per_second
+                           >= TIE_RATIO * choice.tokens_per_second)
+    pays = (f"pays if more than {100 * share:.2g} % of them are accepted" if share < 1 else
+            "does not pay even if all of them are accepted")
+    advice = (", so it is left out (--speculate ngram)" if not speculates else
+              "" if share < 1 else ": leave --speculate out")
+    return drafting if speculates else choice, (
+        f"a decode step with {drafts} drafts takes {seconds:.4g} s in place of {plain:.4g} s: it "
+        f"{pays}{advice}")
 
 
 def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
@@ -191,6 +220,9 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
         source = find_model(config.model, path=config.path, dtype=config.dtype,
                             bits=config.resolved_weight_bits,
                             activation_bits=config.activation_bits, device=device, progress=bar)
+        draft = None if config.draft_model is None else find_model(
+            config.draft_model, path=None, dtype=config.dtype, bits=AUTO, device=device,
+            progress=bar)
     _check_model(config, source.config, has_gpu=device.separate)
     prompts = Prompts(source, config.model, config.h2o())
     if texts and prompts.tokenizer is not None:  # dummy weights are planned for estimated lengths
@@ -205,7 +237,8 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
                           max(0, min(int(HEADROOM * free.cpu_bytes), free.cpu_bytes - LIBRARIES)),
                           int(HEADROOM * free.disk_bytes))
     return PlanSubject(hardware, limits, source.config, source.dtype.itemsize,
-                       lambda bits: replace(source, bits=bits).form.options)
+                       lambda bits: replace(source, bits=bits).form.options,
+                       None if draft is None else DraftModel(draft.config, draft.form.options))
 
 
 def _other_machine(config: RunConfig, path: str) -> PlanSubject:
@@ -220,7 +253,12 @@ def _other_machine(config: RunConfig, path: str) -> PlanSubject:
     name = config.model if config.path in (None, DUMMY) else config.path
     model, weights = _shape(config.model, name, on_gpu=hardware.has_gpu)
     _check_model(config, model, has_gpu=hardware.has_gpu)
-    return PlanSubject(hardware, limits, model, 4 if config.dtype == "float32" else 2, weights)
+    draft = None
+    if config.draft_model is not None:
+        shape, formats = _shape(config.draft_model, config.draft_model, on_gpu=hardware.has_gpu)
+        draft = DraftModel(shape, formats(AUTO if names_gguf(config.draft_model) else 16))
+    return PlanSubject(hardware, limits, model, 4 if config.dtype == "float32" else 2, weights,
+                       draft)
 
 
 def _shape(model: str, name: str, *, on_gpu: bool
@@ -280,7 +318,8 @@ def _choices(config: RunConfig, subject: PlanSubject, load: Workload, prompts: i
         pipelines = search_pipeline(hardware, request, ranks, limits)
         return [pipeline.choice for pipeline in pipelines], pipelines[0].bounds
     run = PlannedRun(subject.model, config.policy(), load, subject.itemsize, hardware.has_gpu,
-                     bits in _written_bits(config), config.cache(), subject.weights(bits))
+                     bits in _written_bits(config), config.cache(), subject.weights(bits),
+                     draft=subject.draft)
     if ranks > 1:
         pipeline = predict_pipeline(hardware, run, ranks, limits, prompts)
         return [pipeline.choice], pipeline.bounds
@@ -300,11 +339,11 @@ def _request(config: RunConfig, subject: PlanSubject, load: Workload,
     return PlanRequest(
         model=subject.model, prompt_len=load.prompt_len, gen_len=load.gen_len,
         itemsize=subject.itemsize, prompts=prompts, policy=config.policy(),
-        gpu_batch_size=config.gpu_batch_size if config.speculate is None else 1,
+        gpu_batch_size=config.gpu_batch_size if config.resolved_speculate is None else 1,
         num_gpu_batches=(config.resolved_num_gpu_batches if config.num_gpu_batches
-                         or config.speculate and config.gpu_batch_size else None),
+                         or config.resolved_speculate and config.gpu_batch_size else None),
         weights=tuple(map(subject.weights, weight_bits)), caches=caches,
-        written_bits=_written_bits(config), goal=config.goal)
+        written_bits=_written_bits(config), goal=config.goal, draft=subject.draft)
 
 
 def _faster_recall(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None, *,
@@ -348,5 +387,6 @@ def _with_policy(config: RunConfig, run: PlannedRun) -> RunConfig:
                    expert_slots=policy.expert_slots,
                    gpu_batch_size=policy.gpu_batch_size, num_gpu_batches=policy.num_gpu_batches,
                    cpu_cache_compute=policy.cpu_cache_compute,
+                   speculate=policy.speculate or config.speculate,
                    fetch_chosen=policy.fetch_chosen, fast_set=policy.fast_set, goal=GOALS[0],
                    allow_compression=False, recalibrate=False, **bits)

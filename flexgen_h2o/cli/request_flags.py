@@ -73,7 +73,7 @@ class RequestOptions:
     )
     chat_template_kwargs: str | None = generate_flag(
         "chat_template_kwargs",
-        help="arguments of the chat template; those of a request override them",
+        help="arguments of the chat template; a request can override them",
     )
     request_defaults: str | None = flag(
         "text", None, group="sampling", shown="none", metavar="JSON",

@@ -36,7 +36,8 @@ _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "fetch_chosen", "fast
              "prefill_chunk", "sep_layer", "refill_share", "compress_weight", "compress_cache",
              "weight_bits", "activation_bits", "cache_bits", "key_bits", "value_bits", *EVICTION,
              "attn_sparsity", "expert_percent", "expert_slots", "cpu_expert_compute",
-             "expert_counts", "speculate", "num_speculative_tokens")
+             "expert_counts", "speculate", "draft_model",
+             "num_speculative_tokens")
 SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
 """Columns of the configuration, without lengths and batch sizes."""
 CSV_COLUMNS = (
@@ -48,7 +49,8 @@ CSV_COLUMNS = (
     "peak_device_bytes", "peak_process_bytes", "weight_bytes",
     "kv_cache_bytes", "full_kv_cache_bytes", "kv_bytes_per_token",
     *(f"{link.replace('->', '_to_')}_{unit}" for link in LINKS for unit in ("gb", "gb_per_s")),
-    "expert_touches", "expert_hit_rate", "expert_loads", "expert_guesses", "expert_gb",
+    "expert_touches", "expert_hit_rate", "expert_loads", "expert_guesses",
+    "expert_guess_hit_rate", "expert_gb",
     "recall_hit_rate", "recall_loads", "recall_guesses", "recall_wait_seconds",
     "acceptance_rate", "tokens_per_step",
     "projected",

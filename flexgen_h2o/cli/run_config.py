@@ -24,7 +24,7 @@ from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
-from flexgen_h2o.config.policy import Policy, speculative_policy
+from flexgen_h2o.config.policy import Policy, speculative_method, speculative_policy
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.validation import Count, StrictStruct, Text, validate
 from flexgen_h2o.config.weight_layout import AUTO, INTEGER_BITS, WEIGHT_BITS
@@ -117,6 +117,7 @@ class RunConfig(RunFlags):
         for spec in fields(self):
             value = checked(spec, getattr(self, spec.name), self.label)
             object.__setattr__(self, spec.name, value)
+        object.__setattr__(self, "speculate", speculative_method(self.speculate, self.draft_model))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise UserError(f"{self.label('device')} must be auto, cpu, cuda or cuda:n, "
                             f"got {self.device!r}")
@@ -127,7 +128,7 @@ class RunConfig(RunFlags):
         self._check_planning()
         # Their constructors check their values.
         policy, cache = self.policy(), self.cache()
-        if self.speculate is not None:
+        if self.resolved_speculate is not None:
             speculative_policy(policy, cache)
             if self.pipeline_parallel > 1:
                 raise UserError("--speculate needs all layers on one rank: leave "
@@ -228,7 +229,7 @@ class RunConfig(RunFlags):
                self.fetch_chosen and self.recall and fixed and self.policy().cache.gpu == 100,
                f"on a cache in memory: let {self.label('percent')} leave some on disk")
         yield (self.label("num_speculative_tokens"),
-               self.speculate is None
+               self.resolved_speculate is None
                and self.num_speculative_tokens != RunConfig.num_speculative_tokens,
                f"without {self.label('speculate')}")
         yield ("--count-experts", self.count_experts is not None and self.pipeline_parallel > 1,
@@ -271,7 +272,7 @@ class RunConfig(RunFlags):
     @property
     def resolved_gpu_batch_size(self) -> int:
         """Sequences computed together."""
-        if self.speculate is not None:
+        if self.resolved_speculate is not None:
             return 1
         return self.gpu_batch_size or Policy.gpu_batch_size
 
@@ -279,7 +280,13 @@ class RunConfig(RunFlags):
     def resolved_num_gpu_batches(self) -> int:
         """GPU batches of a block."""
         batches = self.num_gpu_batches or Policy.num_gpu_batches
-        return batches if self.speculate is None else batches * (self.gpu_batch_size or 1)
+        speculates = self.resolved_speculate is not None
+        return batches * (self.gpu_batch_size or 1) if speculates else batches
+
+    @property
+    def resolved_speculate(self) -> str | None:
+        """Method of speculative decoding; None for none."""
+        return None if self.speculate == "none" else self.speculate
 
     @property
     def gives_cache_bits(self) -> bool:
@@ -312,10 +319,10 @@ class RunConfig(RunFlags):
         return cls(**{name: getattr(self, name) for name in names} | others)
 
     def policy(self) -> Policy:
-        """Return the policy of the run, with defaults for what is still to be planned."""
+        """Return the policy of the run, with defaults for fields that are not planned yet."""
         percent = RunConfig.percent if self.percent == AUTO else self.percent
         return self._build(
-            Policy, gpu_batch_size=self.resolved_gpu_batch_size,
+            Policy, speculate=self.resolved_speculate, gpu_batch_size=self.resolved_gpu_batch_size,
             num_gpu_batches=self.resolved_num_gpu_batches,
             experts=None if self.expert_percent is None else Placement(*self.expert_percent),
             expert_choices=self._expert_choices,

@@ -51,7 +51,7 @@ def checked(spec: Field, value: object, label: Callable[[str], str] = flag_name)
         case "int":
             check_int(name, value, ge=rules.get("ge"))
         case "bits":
-            if not isinstance(value, str):  # what it says is checked against the choices
+            if not isinstance(value, str):  # its value is checked against the choices
                 check_int(name, value)
         case "float":
             check_number(name, value, ge=rules.get("ge"), gt=rules.get("gt"),

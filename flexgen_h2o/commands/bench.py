@@ -1,7 +1,7 @@
 """Measure one configuration: ``flexgen-h2o bench --model NAME ...``.
 
 The model is loaded once, warmed up, and generates from the same synthetic prompts several times.
-The figures are shown beside the roofline, if this machine has been measured.
+The figures are shown with the roofline if this machine has been measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BenchOptions:
 
     run: RunConfig
     repeats: int = flag("int", 3, ge=1, group="results",
-                        help="how often to generate what is measured")
+                        help="number of measured repeats")
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -77,7 +77,7 @@ def parser() -> flag_parser.Parser:
     return flag_parser.build_parser(
         specs.values(), command="bench",
         usage="%(prog)s [--model NAME] [--percent P P P P] [--repeats N] [--csv FILE] [flags]",
-        description="Throughput and latency of one configuration on synthetic prompts, beside its "
+        description="Throughput and latency of one configuration on synthetic prompts, with its "
         "roofline.")
 
 

@@ -19,6 +19,8 @@ from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.metrics.report import WIDTH, format_bytes
 
 ACTIONS = ("list", "prune")
+_NAMES = {"hardware": "measured rates", "experts": "expert counts"}
+"""Entries that are not made from files, or are no copies of them."""
 _UNITS = {"w": 604800, "d": 86400, "h": 3600, "min": 60, "s": 1}
 
 
@@ -76,8 +78,8 @@ def parser() -> Parser:
     """Return the parser of the flags."""
     flags = Parser(
         prog=program("cache"), argument_default=SUPPRESS, allow_abbrev=False,
-        description="List converted models, quantized weights and measured rates on disk, or "
-        "remove them (prune). What a running process uses is not removed.")
+        description="List converted models, quantized weights, measured rates and expert counts on "
+        "disk, or remove them (prune). What a running process uses is not removed.")
     flags.add_argument("action", nargs="?", metavar="|".join(ACTIONS),
                        help="list the entries, or remove them (default: list)")
     for spec in flag_fields(CacheFlags):
@@ -126,7 +128,7 @@ def total(selected: Sequence[Entry]) -> str:
 
 
 def table(selected: Sequence[Entry]) -> Iterator[str]:
-    """Yield the lines of a list: each entry, and below it what it was made from."""
+    """Yield the lines of a list: each entry, and below it its source files."""
     if selected:
         yield f"{'size':>9}  {'last use':>8}  model (format)"
     for entry in selected:
@@ -135,13 +137,13 @@ def table(selected: Sequence[Entry]) -> Iterator[str]:
         for source in entry.sources:
             missing = " (missing)" if os.path.isabs(source) and not os.path.exists(source) else ""
             yield f"{'':>21}from {source}{missing}"
-        if not entry.sources and entry.kind != "hardware":
+        if not entry.sources and entry.kind not in _NAMES:
             yield f"{'':>21}made by an older version, which newer ones do not use"
 
 
 def _fitted(begin: str, entry: Entry) -> str:
     """Return a line with the model and the format of an entry, which has `WIDTH` columns."""
-    form = entry.form or {"hardware": "measured rates"}.get(entry.kind, entry.kind)
+    form = entry.form or _NAMES.get(entry.kind, entry.kind)
     width = WIDTH - len(begin) - len(form) - 3
     model = entry.model if len(entry.model) <= width else f"{entry.model[: max(1, width - 3)]}..."
     return f"{begin}{model} ({form})"

@@ -36,7 +36,7 @@ def parser() -> flag_parser.Parser:
         (specs | {spec.name: spec for spec in fields(PlanHelps)}).values(),
         command="plan",
         usage="%(prog)s [--model NAME] [--percent auto] [--hardware FILE.yaml] [flags]",
-        description="Print the policy of a run, as flags to paste, and what is predicted of it. "
+        description="Print the policy of a run, as flags to paste, and its predicted times. "
         "--percent auto chooses the policy.")
 
 

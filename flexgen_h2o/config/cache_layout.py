@@ -257,7 +257,7 @@ class IndexLayout:
     ``groups`` rows                of `INDEX_TILE` float16 zero points
     =============================  ===========================================================
 
-    An element is ``zero + scale * code``. Groups are those of `GroupLayout`.
+    An element is ``zero + scale * code``. Groups are as in `GroupLayout`.
 
     Parameters
     ----------
@@ -323,7 +323,7 @@ class IndexLayout:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The layout on disk of a layer's cache with recall: pages [sequences, kv_heads, rows].
+    """The layout on disk of a layer's cache with recall: pages [sequences, kv_heads, head_pages].
 
     A page holds the keys and values of adjacent tokens of one KV head, padded to a multiple of
     `PAGE` bytes; key and value of a token are adjacent. The pages of a head are contiguous in token
@@ -343,19 +343,19 @@ class PageLayout:
     slots: int
 
     @property
-    def tokens(self) -> int:
+    def page_tokens(self) -> int:
         """Tokens per page."""
         return max(1, PAGE // self.token_bytes)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page."""
-        return -(-self.tokens * self.token_bytes // PAGE) * PAGE
+        return -(-self.page_tokens * self.token_bytes // PAGE) * PAGE
 
     @property
-    def rows(self) -> int:
+    def head_pages(self) -> int:
         """Pages per KV head of a sequence."""
-        return -(-self.slots // self.tokens)
+        return -(-self.slots // self.page_tokens)
 
     @property
     def gap(self) -> int:
@@ -370,13 +370,13 @@ class PageLayout:
     @property
     def sequence_bytes(self) -> int:
         """Bytes per sequence."""
-        return self.kv_heads * self.rows * self.page_bytes
+        return self.kv_heads * self.head_pages * self.page_bytes
 
     @property
     def newest(self) -> int:
         """Maximum number of newest tokens that are also in memory."""
-        return NEWEST_PAGES * self.tokens
+        return NEWEST_PAGES * self.page_tokens
 
     def first_recent_token(self, cached: int) -> int:
         """Return the first of the newest tokens, for a number of cached tokens."""
-        return max(0, (cached // self.tokens - NEWEST_PAGES + 1) * self.tokens)
+        return max(0, (cached // self.page_tokens - NEWEST_PAGES + 1) * self.page_tokens)

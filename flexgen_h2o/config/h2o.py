@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from flexgen_h2o.config.layers import AttentionForm
+from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.config.validation import check_bool, check_choice, check_int, check_number
 from flexgen_h2o.errors import UserError
 
@@ -312,13 +312,13 @@ class WindowedH2O(H2OConfig):
         return user if user.is_full else replace(user, prompt_chunk=self.prompt_chunk)
 
 
-def add_windows(h2o: H2OConfig | None, forms: Sequence[AttentionForm]) -> H2OConfig | None:
-    """Return a configuration with the windows of layers of these forms, replacing earlier windows.
+def add_windows(h2o: H2OConfig | None, variants: Sequence[AttentionVariant]) -> H2OConfig | None:
+    """Return a configuration with the windows of layers, replacing earlier windows.
 
     Without any window, return the user's configuration.
     """
     h2o = None if h2o is None else h2o.without_windows()
-    windows = tuple(form.window for form in forms)
+    windows = tuple(variant.window for variant in variants)
     if not any(windows):
         return h2o
     # Other options have no effect on a full cache.

@@ -1,4 +1,4 @@
-"""Configuration of decoder layers: the form of attention and the mixture of experts. Torch-free."""
+"""Configuration of decoder layers: attention variant, mixture of experts. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexgen_h2o.errors import UserError
 
 
 @dataclass(frozen=True)
-class AttentionForm:
+class AttentionVariant:
     """The attention variant of a layer: scale, soft cap, window and sinks.
 
     A logit is ``q . k * scale``; a soft cap makes it ``softcap * tanh(logit / softcap)``.
@@ -53,11 +53,11 @@ class AttentionForm:
         check_bool("sinks", self.sinks)
 
     def scale_for(self, head_dim: int) -> float:
-        """The factor on q . k in heads of this width."""
+        """Return the factor of q . k for heads of this width."""
         return head_dim ** -0.5 if self.scale is None else self.scale
 
 
-DEFAULT_FORM = AttentionForm()
+DEFAULT_VARIANT = AttentionVariant()
 
 MAX_EXPERT_LOADS = 16
 """Upper limit of the experts that are being loaded: enough to keep a disk busy. Each takes a slot
@@ -99,7 +99,8 @@ class ExpertsConfig:
     gate_slope: float = 1.0
     gate_limit: float = 0.0
 
-    def slots(self, tokens: int, streamed: int, requested: int | None = None) -> int:
+    def slots(self, tokens: int, streamed: int, requested: int | None = None,
+              pooled: float = 0.0) -> int:
         """Return the number of expert slots in compute memory.
 
         Parameters
@@ -110,9 +111,12 @@ class ExpertsConfig:
             Experts that are not in compute memory permanently: the upper limit.
         requested : int or None
             The number that the policy sets; None: the experts of two layers of a decode step.
+        pooled : float
+            Share of the experts that have slots besides (`storage.placement.pool_experts`).
         """
         touched = min(self.count, self.per_token * tokens)
-        return min(streamed, 2 * touched if requested is None else requested)
+        return min(streamed, (2 * touched if requested is None else requested)
+                   + int(pooled * streamed + 1e-6))
 
     def resident_slots(self, tokens: float, streamed: float, slots: int) -> float:
         """Return the slots that keep their experts between two passes of `tokens` tokens.

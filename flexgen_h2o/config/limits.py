@@ -12,6 +12,9 @@ CHUNK_ROWS = {"cpu": ROW_BLOCK, "cuda": 8 * ROW_BLOCK}
 """Rows of a prefill that go through a layer together, by device type. Their scratch memory fits in
 the caches of a CPU, and matmuls run at full speed. More rows would only cost memory."""
 
+DRAFT_CHUNK = 256
+"""Tokens of a prompt that a draft model computes together."""
+
 LOGIT_ROWS = 512
 """Rows whose logits are computed together, because a vocabulary is large."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.placement import PLACED, Placement
 from flexgen_h2o.config.validation import check_bool, check_choice, check_int, check_number
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import UserError, check_text
 
 if TYPE_CHECKING:
     from flexgen_h2o.config.cache_layout import CacheOptions
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OFFLOAD_DIR = "~/.cache/flexgen_h2o/offload"
 DUMMY = "_DUMMY_"  # in place of a path: random weights
 
-SPECULATIVE_METHODS = ("ngram",)
+SPECULATIVE_METHODS = ("ngram", "draft")
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,14 @@ class Policy:
         Placement of a mixture's experts; `weights` then covers all other weights. None: `weights`
         covers both, and experts get the fastest memory that the others leave.
     expert_slots : int, optional
-        Slots in fast memory for experts that are not resident there. None: the experts that a
-        decode step chooses in two layers.
+        Slots in fast memory for experts that are not resident there, besides those of the share of
+        `experts` in memory if others are on disk. None: the experts that a decode step chooses in
+        two layers.
     cpu_expert_compute : bool
         Compute experts in host memory on the CPU (with a GPU).
     expert_choices : ExpertChoices, optional
-        Counts, by which the most frequently selected experts are placed in the fastest memory.
+        Counts, by which the most frequently selected experts are placed in the fastest memory
+        first.
         None: every layer has the same number of experts there.
     fetch_chosen : bool
         With recall and a cache on disk (with a GPU: in host memory), read only the selected tokens
@@ -62,10 +64,14 @@ class Policy:
         Size of the hot set as a fraction of all tokens. None: twice the tokens that a step attends
         to.
     speculate : str, optional
-        "ngram": speculative decoding, on a CPU, with drafts from the text so far (prompt lookup).
-        `LLM` then computes batches of one sequence, and as many sequences in a block.
+        Method of speculative decoding, on a CPU. "ngram": draft tokens from the text so far (prompt
+        lookup). "draft": draft them by `draft_model`. `LLM` then computes batches of one sequence,
+        and as many sequences in a block.
     num_speculative_tokens : int
         Maximum number of drafted tokens per decode step.
+    draft_model : str, optional
+        Name or folder of a small model with the same tokenizer, which stays in memory. It implies
+        `speculate` "draft".
 
     Raises
     ------
@@ -92,6 +98,7 @@ class Policy:
     fast_set: float | None = None
     speculate: str | None = None
     num_speculative_tokens: int = 8
+    draft_model: str | None = None
 
     def __post_init__(self) -> None:
         check_int("gpu_batch_size", self.gpu_batch_size, ge=1)
@@ -117,6 +124,9 @@ class Policy:
         if self.speculate is not None:
             check_choice("speculate", self.speculate, SPECULATIVE_METHODS)
         check_int("num_speculative_tokens", self.num_speculative_tokens, ge=1)
+        if self.draft_model is not None:
+            check_text("draft_model", self.draft_model)
+        object.__setattr__(self, "speculate", speculative_method(self.speculate, self.draft_model))
 
     @property
     def draft_tokens(self) -> int:
@@ -183,6 +193,22 @@ def speculative_policy(policy: Policy, cache: CacheOptions) -> Policy:
             raise UserError(f"speculate does not work {reason}: leave one of them out")
     return replace(policy, gpu_batch_size=1,
                    num_gpu_batches=policy.gpu_batch_size * policy.num_gpu_batches)
+
+
+def speculative_method(speculate: str | None, draft_model: str | None) -> str | None:
+    """Return the method of speculative decoding; a draft model alone implies it.
+
+    Raises
+    ------
+    UserError
+        The method lacks its draft model, or does not use it.
+    """
+    if draft_model is not None and speculate not in (None, "draft"):
+        raise UserError(f"draft_model has no effect with speculate {speculate}: leave one of them "
+                        "out")
+    if draft_model is None and speculate == "draft":
+        raise UserError("speculate draft needs a draft_model: give its name")
+    return speculate if draft_model is None else "draft"
 
 
 def format_percent(policy: Policy) -> str:

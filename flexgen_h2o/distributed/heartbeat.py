@@ -124,7 +124,7 @@ class Heartbeat(msgspec.Struct):
 
 
 class HeartbeatStore(Protocol):
-    """Store that all ranks share. Its calls must return, as those of a `TimeoutStore` do."""
+    """Store that all ranks share, whose calls time out: see `TimeoutStore`."""
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set the value of a key."""
@@ -137,7 +137,7 @@ class HeartbeatStore(Protocol):
 
 
 class HeartbeatMonitor:
-    """Publishes the heartbeat of this rank and checks those of the others.
+    """Publishes the heartbeat of this rank and checks the heartbeats of the others.
 
     A thread writes and reads heartbeats. The main thread raises a failure where it waits for
     another rank (`check`). If the main thread does not get there in time, the process exits.

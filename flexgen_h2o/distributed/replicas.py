@@ -107,7 +107,7 @@ class WindowQueue:
     Parameters
     ----------
     store : SharedStore
-        Its calls must return, as those of a `TimeoutStore` do.
+        A store whose calls time out, such as `TimeoutStore`.
     replica, replicas : int
         Number of this replica, and how many there are.
     timeout : float

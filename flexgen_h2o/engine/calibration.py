@@ -141,7 +141,7 @@ def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequen
                              share_prompts=False)
         size = WorkspaceSize.from_queue(queue, None, source.config.num_layers)
         scorer = _EveryRow(dict(enumerate(sequences)))
-        cache = UncachedAttention(source.config.form)
+        cache = UncachedAttention(source.config.attention_variant)
         with closing(runner.workspace(size, cache)) as workspace:
             runner.run(workspace, queue.next(), scorer)
     squares.fill_experts(source)

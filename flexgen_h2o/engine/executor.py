@@ -268,8 +268,12 @@ class Executor:
         self._hidden.drop(step.batch)
         if values and self._exchange is not None:
             self._values[step.batch] = torch.cat(values)
-        if self._drafter is not None and batch.finished:
-            self._drafter.forget(batch.requests[0])
+        if self._drafter is not None:
+            request, = batch.requests
+            if request.finish_reason:
+                self._drafter.forget(request)
+            elif request.generated and batch.batch_layout.in_prefill(step.forward_pass):
+                self._drafter.begin(request)
 
     def _verify(self, step: LayerStep, batch: Batch) -> None:
         """Sample a token for each row, until one differs from its draft or ends the sequence."""

@@ -1,7 +1,8 @@
 """Slots: fast memory for experts that are stored on slower tiers.
 
-A slot is a staging buffer that keeps its expert until another expert needs it. Loads overlap
-compute; each is a job for one expert. `SlotPolicy` selects the expert to evict.
+A slot is a staging buffer that keeps its expert until another expert needs it, also between runs.
+The slots of all layers are one pool. Loads overlap compute; each is a job for one expert.
+`SlotPolicy` selects the expert to evict.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from torch import Tensor
 
 from flexgen_h2o.config.layers import MAX_EXPERT_LOADS, ExpertChoices, ExpertKey, ExpertsConfig
 from flexgen_h2o.config.weight_layout import WeightOptions
-from flexgen_h2o.engine.slot_policy import SlotPolicy
+from flexgen_h2o.engine.slot_policy import DECAY, SlotPolicy
 from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.kernels.cpu.experts import ExpertTable
 from flexgen_h2o.models.mixture import MATRICES
 from flexgen_h2o.storage.transfer import Lane, Transfers
+
+MAX_USES = 1 / (1 - DECAY)
+"""Upper limit of the uses that a pass adds to the score of an expert: the score of an expert that
+one token chooses in each pass. More tokens say more of what a text needs, but not for longer."""
 
 MAX_GROUP = 16
 """Loaded experts that are computed together; their slots can be reused only afterwards."""
@@ -95,6 +100,8 @@ class ExpertCounts:
         Uses of experts that were loaded on request.
     guesses : int
         Experts that were prefetched, used or not.
+    guess_hits : int
+        Prefetched experts that the next layer used.
     bytes : int
         Bytes of all loads.
     """
@@ -103,6 +110,7 @@ class ExpertCounts:
     hits: int = 0
     loads: int = 0
     guesses: int = 0
+    guess_hits: int = 0
     bytes: int = 0
 
     def since(self, before: ExpertCounts) -> ExpertCounts:
@@ -130,7 +138,7 @@ class ExpertSlots:
     tokens : int
         Sequences of a block.
     requested : int or None
-        Number of slots; None: see `ExpertsConfig.slots`.
+        Number of slots besides the pool's; None: see `ExpertsConfig.slots`.
     overlap : bool
         Overlap loads with compute, and prefetch. False: load one expert at a time, on demand.
     host_computes : bool
@@ -142,6 +150,8 @@ class ExpertSlots:
         Counts over all runs.
     choices : ChoiceCounter
         Choices of the current run.
+    history : ExpertChoices or None
+        Choices of all runs.
     """
 
     def __init__(self, weights: WeightStore, transfers: Transfers, experts: ExpertsConfig, *,
@@ -154,13 +164,14 @@ class ExpertSlots:
                                     if unit.fetched and key not in self._on_host)
         self._buffers = weights.staging_buffers(
             [weights.experts[key] for key in self._offloaded],
-            experts.slots(tokens, len(self._offloaded), requested))
+            experts.slots(tokens, len(self._offloaded), requested, weights.pooled), small=True)
         self._layers = 1 + max((layer for layer, _ in weights.experts), default=-1)
         self._policy = SlotPolicy(len(self._buffers), self._layers)
         self._requested: dict[ExpertKey, None] = {}
         self._waiting: deque[ExpertKey] = deque()  # requested, without a slot
         self._predicted: deque[ExpertKey] = deque()  # of the next layer, not prefetched yet
         self._prefetched: set[ExpertKey] = set()  # pinned predictions
+        self._guesses: set[ExpertKey] = set()  # of them, those that were loaded
         self._loading: set[ExpertKey] = set()  # loaded or being loaded, not computed yet
         self._loaded: dict[ExpertKey, Mapping[str, Weight]] = {}  # ready in slots
         self._contents: dict[int, ExpertKey] = {}  # the expert that a slot was last loaded with
@@ -169,6 +180,12 @@ class ExpertSlots:
         self._count = experts.count
         self.counts = ExpertCounts()
         self.choices = ChoiceCounter(experts)
+        self.history: ExpertChoices | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots."""
+        return len(self._buffers)
 
     @property
     def options(self) -> WeightOptions:
@@ -249,27 +266,43 @@ class ExpertSlots:
         for state in (self._loaded, self._contents, self._tables):
             state.clear()
 
-    def begin(self, layer: int) -> None:
+    def fill(self, choices: ExpertChoices | None) -> None:
+        """Load the experts that were chosen most often into free slots; None: some of each layer.
+        """
+        keys = choices.ranked if choices else sorted(self._offloaded, key=lambda key: key[::-1])
+        keys = [key for key in keys if key in self._offloaded][: len(self._buffers)]
+        for key in keys:
+            if choices and (count := choices.counts[key[0]][key[1]]):
+                share = count * choices.per_token / sum(choices.counts[key[0]])
+                self._policy.use(key, MAX_USES * share)
+            self._read(key, self._policy.allocate(key))
+        for key in keys:
+            self._loaded[key] = self._wait_for(key)
+
+    def begin(self, layer: int, tokens: int) -> None:
         """Begin a pass of a layer; its prefetched experts may be evicted until they are requested.
         """
         self._policy.begin(layer)
+        self._uses = min(1.0, MAX_USES / max(tokens, 1))
         self._requested.clear()
 
-    def request(self, keys: Iterable[ExpertKey]) -> None:
-        """Request experts of the current layer; repeated requests have no effect."""
-        for key in keys:
+    def request(self, choices: Mapping[ExpertKey, int]) -> None:
+        """Request experts of the current layer, each with the number of tokens that chose it."""
+        for key, tokens in choices.items():
+            if key in self._offloaded:
+                self._policy.use(key, self._uses * tokens)
             if key in self._requested:
                 continue
             self._requested[key] = None
             self.counts.touches += 1
             if key not in self._offloaded:
                 continue
-            self._policy.use(key)
             if self._policy.slot(key) is None:
                 self.counts.loads += 1
                 self._waiting.append(key)
             else:
                 self.counts.hits += 1
+                self.counts.guess_hits += key in self._guesses
                 self._policy.pin(key)
         if self._overlap:
             self._start_loads()
@@ -277,6 +310,7 @@ class ExpertSlots:
     def prefetch(self, keys: Iterable[ExpertKey]) -> None:
         """Prefetch experts that the next layer may need, in descending order of probability."""
         self._end_prefetch()
+        self._guesses.clear()
         self._predicted.extend(key for key in keys if key in self._offloaded)
         if self._overlap:
             self._start_loads()
@@ -381,6 +415,7 @@ class ExpertSlots:
             self._prefetched.add(key)
             if cached is None:
                 self.counts.guesses += 1
+                self._guesses.add(key)
                 self._load(key, slot)
         return started
 
@@ -393,13 +428,17 @@ class ExpertSlots:
         self._prefetched.clear()
 
     def _load(self, key: ExpertKey, slot: int) -> None:
+        self.counts.bytes += self._weights.experts[key].fetched_bytes
+        self._loading.add(key)
+        self._read(key, slot)
+
+    def _read(self, key: ExpertKey, slot: int) -> None:
+        """Start to fill a slot with an expert."""
         buffer, unit = self._buffers[slot], self._weights.experts[key]
         before = buffer.busy
         free = self._transfers.device.mark() if buffer.free is None else buffer.free
-        self.counts.bytes += unit.fetched_bytes
         self._remove(slot)
         self._contents[slot] = key
-        self._loading.add(key)
 
         def job(lane: Lane) -> None:
             for handle in before:

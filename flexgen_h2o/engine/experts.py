@@ -272,7 +272,8 @@ class ExpertLayers:
         counts = torch.bincount(ids.flatten(), minlength=len(self._counts)).tolist()
         self._counts = [total + new for total, new in zip(self._counts, counts, strict=True)]
         self._count_choices(layer, ids, counts, batch, prompt_starts)
-        self._slots.request((layer, number) for number, count in enumerate(counts) if count)
+        self._slots.request({(layer, number): count
+                             for number, count in enumerate(counts) if count})
         if following is not None and rows <= PREFETCH_ROWS and self._slots.prefetches:
             normed = self._operations.get("predicted inputs", tuple(x.shape), x.dtype)
             predicted, _ = self._family.route(self._config, following, x, self._operations,
@@ -293,7 +294,7 @@ class ExpertLayers:
         mixture, get = self._config.experts, self._operations.get
         self._counts = [0] * mixture.count
         self._predicted.clear()
-        self._slots.begin(layer)
+        self._slots.begin(layer, rows)
         self._inputs = get("experts' inputs", (rows, x.shape[1]), x.dtype)
         self._sums = get("experts' sums", (rows, x.shape[1]), sums_dtype(x.dtype))
         self._ids = get("experts of rows", (rows, mixture.per_token), torch.int64)

@@ -82,7 +82,8 @@ class Run:
         self.queue: BlockQueue | None = queue
         self.should_end: Callable[[], bool] = lambda: False
         self.stats = runner.new_stats()
-        self._drafter = runner.drafter() if isinstance(consumer, GenerationSampler) else None
+        self._drafter = runner.drafter(max(map(sum, queue.sizes), default=1)) if isinstance(
+            consumer, GenerationSampler) else None
         self.workspace: Workspace | None = None
         self.halved = False  # blocks were made smaller when memory ran out
         self._bars: RunBars | None = None
@@ -166,6 +167,8 @@ class Run:
     def close(self) -> None:
         """Free everything that the run holds; a second call is a no-op."""
         self.queue = None
+        if self._drafter is not None:
+            self._drafter.close()
         if self._bars is not None:
             self._bars.close()
         self.close_workspace()

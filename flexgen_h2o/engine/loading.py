@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import add_windows
-from flexgen_h2o.config.policy import Workload
+from flexgen_h2o.config.limits import DRAFT_CHUNK
+from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.distributed.control_messages import ControlChannel
 from flexgen_h2o.distributed.pipeline import RankContext
 from flexgen_h2o.engine.calibration import calibrate
@@ -14,6 +15,7 @@ from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.engine.runner import EngineArgs
 from flexgen_h2o.engine.source import ModelSource, find_model
 from flexgen_h2o.engine.tokenizer import Prompts
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_experts, check_halves, longest_prompt
 from flexgen_h2o.storage.tiers import Device, open_device
@@ -34,6 +36,8 @@ class PreparedModel:
         The user's arguments. In a pipeline, the cache options are those of this rank's layers.
     rank : RankContext or None
         This rank's part of a pipeline.
+    draft : PreparedModel or None
+        The policy's draft model.
     workload : Workload or None
         The expected workload, to be checked against free memory.
     """
@@ -45,6 +49,7 @@ class PreparedModel:
     args: EngineArgs
     rank: RankContext | None
     workload: Workload | None
+    draft: PreparedModel | None = None
 
 
 def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
@@ -79,7 +84,29 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
     if rank is not None:
         workload = rank.workload
         args = replace(args, cache=replace(cache, h2o=rank.stage.h2o(cache.h2o)))
-    return PreparedModel(source, device, prompts, cache, args, rank, workload)
+    draft = None if policy.draft_model is None else _prepare_draft(args, prompts, control)
+    return PreparedModel(source, device, prompts, cache, args, rank, workload, draft)
+
+
+def _prepare_draft(args: EngineArgs, prompts: Prompts, control: ControlChannel) -> PreparedModel:
+    """Return the draft model of an `LLM`, to be resident in memory.
+
+    Raises
+    ------
+    UserError
+        Its tokens differ from those of the `LLM`, whose prompts are given, or its cache would
+        evict tokens: rejected drafts could not be taken back.
+    """
+    name = str(args.policy.draft_model)
+    draft = prepare_model(EngineArgs(
+        model=name, policy=Policy(prefill_chunk=DRAFT_CHUNK), device=args.device, dtype=args.dtype,
+        weight_cache=args.weight_cache, offload_dir=args.offload_dir, progress=args.progress),
+        control)
+    if draft.args.cache.evicts:
+        raise UserError(f"draft_model {name} has sliding windows, whose caches cannot take back "
+                        "drafts: choose another one")
+    prompts.check_same_tokens(draft.prompts)
+    return draft
 
 
 def _layer_costs(model: ModelConfig) -> list[float]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,7 @@ from flexgen_h2o.cache.alternatives import KeySampler, ProbedCache
 from flexgen_h2o.cache.disk_recall import recalls_in_place
 from flexgen_h2o.cache.layout import CacheShape, evicting_layers
 from flexgen_h2o.config.cache_layout import CacheOptions
+from flexgen_h2o.config.layers import ExpertChoices, sum_choices
 from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.policy import (
     OFFLOAD_DIR,
@@ -27,7 +29,9 @@ from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.distributed.pipeline import Exchange, Pipeline, RankContext
 from flexgen_h2o.engine.batch import Batch, BlockQueue, BlockSize, OpenQueue, Request
+from flexgen_h2o.engine.draft_model import ModelDrafter
 from flexgen_h2o.engine.executor import Executor, Timing
+from flexgen_h2o.engine.expert_counts import load_counts, save_counts
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.progress import RunBars, byte_bar
 from flexgen_h2o.engine.sampling import LogitsConsumer
@@ -137,6 +141,8 @@ class Runner:
         `args.cache` has the options of this rank's layers.
     rank : RankContext, optional
         This rank of a pipeline. Default: one rank with all layers.
+    draft : Runner, optional
+        Runner of the policy's draft model, which is loaded too.
 
     Attributes
     ----------
@@ -151,7 +157,7 @@ class Runner:
     """
 
     def __init__(self, source: ModelSource, device: Device, args: EngineArgs,
-                 rank: RankContext | None = None):
+                 rank: RankContext | None = None, draft: Runner | None = None):
         args.policy.check_device(has_gpu=device.separate)
         if args.policy.fetch_chosen and device.separate and not recalls_in_place(device):
             raise UserError("fetch_chosen needs the kernels of a GPU, which are missing or "
@@ -161,6 +167,7 @@ class Runner:
         if self.config.experts is not None:  # all batches are routed before any expert is needed
             args = replace(args, policy=replace(args.policy, sep_layer=True))
         self.rank = rank
+        self._draft = draft
         self.stage = Stage.all_layers(self.config.num_layers) if rank is None else rank.stage
         self.stage_config = self.config.slice_layers(self.stage.first, self.stage.last)
         self._exchange = None if rank is None else Exchange(
@@ -205,8 +212,9 @@ class Runner:
         args, source = self.args, self.source
         self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
         resources.callback(self._transfers.close)
-        placement, choices = args.policy.weights, args.policy.expert_choices
-        experts = args.policy.experts
+        placement, experts = args.policy.weights, args.policy.experts
+        choices = args.policy.expert_choices
+        choices = choices and choices.slice_layers(self.stage.first, self.stage.last)
         on_disk = placement.disk > 0 or experts is not None and experts.disk > 0
         doing = "converting" if source.bits == 16 else "quantizing"
         with byte_bar(doing, off=args.no_bars) as bar:
@@ -221,8 +229,8 @@ class Runner:
             weights, WeightFiles(checkpoint, names, source.form, self._transfers,
                                  verify=args.verify),
             self._transfers, placement=placement, experts=experts,
-            choices=choices and choices.slice_layers(self.stage.first, self.stage.last),
-            pin=args.policy.pin_weight, shard_prefetch=self._shard_prefetch(args.policy))
+            choices=choices, pin=args.policy.pin_weight,
+            shard_prefetch=self._shard_prefetch(args.policy))
 
         def run_folder() -> RunFolder:
             folder = RunFolder(args.offload_dir)
@@ -232,8 +240,10 @@ class Runner:
         with byte_bar("loading", off=args.no_bars) as bar:
             self.weights.load(run_folder, self._progress_callback(bar),
                               offload_file=source.offload_file(args.seed, args.weight_cache))
-        self._load_experts()
+        self._load_experts(choices, resources)
         self._smoothing = self._key_smoothing()
+        if self._draft is not None:
+            self._draft.load(resources)
         self.loaded_bytes = resident_bytes()
 
     def _shard_prefetch(self, policy: Policy) -> bool | None:
@@ -242,13 +252,30 @@ class Runner:
                                         mixture=self.config.experts is not None)
         return policy.overlap if sharded and policy.weights.disk > 0 else None
 
-    def _load_experts(self) -> None:
-        """Allocate the slots of experts, if the model has any."""
+    def _load_experts(self, choices: ExpertChoices | None, resources: contextlib.ExitStack) -> None:
+        """Allocate the slots of experts, if the model has any.
+
+        Fill them by `choices`, or by the counts that earlier runs saved, and save those of this
+        run.
+        """
         policy, experts = self.args.policy, self.config.experts
         self._experts = None if experts is None else ExpertSlots(
             self.weights, self._transfers, experts, requested=policy.expert_slots,
             tokens=policy.gpu_batch_size * policy.num_gpu_batches, overlap=policy.overlap,
             host_computes=policy.cpu_expert_compute)
+        if self._experts is None or not self._experts.num_slots:
+            return
+        file = self.source.expert_counts_file(self.args.weight_cache) if self.rank is None else None
+        if file is not None:
+            layers = [experts.count * self.config.has_experts(layer)
+                      for layer in range(self.config.num_layers)]
+            choices = choices or load_counts(file, layers, experts.per_token)
+            resources.callback(self._save_counts, file)
+        self._experts.fill(choices)
+
+    def _save_counts(self, file: Path) -> None:
+        if self._experts.history is not None:
+            save_counts(file, self._experts.history)
 
     def _key_smoothing(self) -> tuple[LayerSmoothing, ...]:
         """Return the key smoothing of each layer; empty if keys are not quantized."""
@@ -274,7 +301,7 @@ class Runner:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.config.vocab_size, (min(SAMPLED_TOKENS, longest),),
                                generator=generator).tolist()
-        sampler = KeySampler(config.form, rotation_of(config), longest)
+        sampler = KeySampler(config.attention_variant, rotation_of(config), longest)
         self._run_prompts([Request(0, tokens)], sampler, DecodeScorer({0: tokens[:1]}), [])
         return tuple(sampler.layers[layer] for layer in range(config.num_layers))
 
@@ -362,9 +389,18 @@ class Runner:
         return RunBars(self.stage.layer_steps(self.args.policy.sep_layer),
                        off=self.args.no_bars)
 
-    def drafter(self) -> Drafter | None:
-        """Return a new drafter for one run; None without speculation."""
+    def drafter(self, max_tokens: int) -> Drafter | None:
+        """Return a new drafter for texts of up to `max_tokens` tokens; None without speculation."""
+        if self._draft is not None:
+            return ModelDrafter(self._draft, max_tokens=max_tokens,
+                                vocab_size=self.config.vocab_size)
         return None if self.args.policy.speculate is None else NgramDrafter()
+
+    def extend(self, workspace: Workspace, batch: Batch, consumer: LogitsConsumer) -> None:
+        """Run a batch on the contents of a workspace's cache, within the run of another model."""
+        Executor(self.config, self.weights, workspace, transfers=self._transfers,
+                 policy=self.args.policy, experts=self._experts).run([batch], consumer,
+                                                                     keep_cache=True)
 
     def run(self, workspace: Workspace, block: Block, consumer: LogitsConsumer, *,
             keep_cache: bool = False, bars: RunBars | None = None,
@@ -439,6 +475,7 @@ class Runner:
             for name, count in asdict(self._experts.counts.since(experts_before)).items():
                 setattr(stats, f"expert_{name}", count)
             stats.expert_choices = self._experts.choices.summary(self.stage_config.num_layers)
+            self._experts.history = sum_choices((self._experts.history, stats.expert_choices))
         if recalls is not None:
             for name, count in asdict(workspace.cache.recall_counts.since(recalls)).items():
                 setattr(stats, f"recall_{name}", count)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from heapq import heappop, heappush, heapreplace
 
 from flexgen_h2o.config.layers import ExpertKey
 
 DECAY = 0.9
 """Factor on the score of an expert for each pass of its layer."""
 
+_STEP = -math.log(DECAY)
+
 
 class SlotPolicy:
     """Eviction policy for expert slots: LRFU (Lee et al., 2001) with the layer's passes as clock.
 
-    Layers are used in a cycle, so plain LRU would evict the experts that are needed next. Here the
-    score of an expert is the number of its uses, each multiplied by `DECAY` for every later pass of
-    its layer. The expert with the lowest score is evicted; of equal scores, the one whose layer
-    comes last.
+    The score of an expert is the number of its uses, each multiplied by `DECAY` for every later
+    pass of its layer. The expert with the lowest score is evicted, where a score counts half if the
+    layer has just been used, and fully if it comes next. Layers are used in a cycle, so plain LRU
+    would evict the experts that are needed next.
+
+    The rank of an expert is the logarithm of its score, as if its layer had had no passes since the
+    beginning: only uses change it, and it orders the experts of a layer.
 
     Parameters
     ----------
@@ -26,32 +33,29 @@ class SlotPolicy:
     """
 
     def __init__(self, slots: int, layers: int):
-        self._layers = layers
         self._free = list(range(slots))[::-1]
         self._slots: dict[ExpertKey, int] = {}
-        self._cached: list[set[ExpertKey]] = [set() for _ in range(layers)]
         self._passes = [0] * layers
-        self._scores: dict[ExpertKey, tuple[float, int]] = {}
+        self._ranks: dict[ExpertKey, float] = {}
         self._pinned: set[ExpertKey] = set()
-        self._lowest: dict[int,
-                           tuple[float, ExpertKey] | None] = {}  # of each layer, if still valid
+        # Of each layer, experts that may be evicted. Ranks are updated when they come to the top.
+        self._heaps: list[list[tuple[float, ExpertKey]]] = [[] for _ in range(layers)]
+        self._queued: set[ExpertKey] = set()  # in heaps
+        self._waits = [math.log(1 + distance / layers) for distance in range(layers)]
         self._layer = 0
 
     def begin(self, layer: int) -> None:
         """Begin a pass of a layer."""
         self._layer = layer
         self._passes[layer] += 1
-        self._lowest.pop(layer, None)
 
-    def use(self, key: ExpertKey) -> None:
-        """Count a use of an expert in the current pass of its layer."""
-        self._scores[key] = (self.score(key) + 1, self._passes[key[0]])
-        self._lowest.pop(key[0], None)
+    def use(self, key: ExpertKey, uses: float = 1.0) -> None:
+        """Count uses of an expert in the current pass of its layer."""
+        self._ranks[key] = math.log(self.score(key) + uses) + _STEP * self._passes[key[0]]
 
     def score(self, key: ExpertKey) -> float:
         """Return the decayed number of uses of an expert."""
-        score, updated = self._scores.get(key, (0.0, 0))
-        return score * DECAY ** (self._passes[key[0]] - updated)
+        return math.exp(self._ranks.get(key, -math.inf) - _STEP * self._passes[key[0]])
 
     def slot(self, key: ExpertKey) -> int | None:
         """Return the slot of an expert, or None."""
@@ -60,12 +64,11 @@ class SlotPolicy:
     def pin(self, key: ExpertKey) -> None:
         """Protect an expert from eviction until `unpin`."""
         self._pinned.add(key)
-        self._lowest.pop(key[0], None)
 
     def unpin(self, key: ExpertKey) -> None:
         """Allow the eviction of an expert."""
         self._pinned.discard(key)
-        self._lowest.pop(key[0], None)
+        self._queue(key)
 
     @property
     def cached(self) -> Collection[ExpertKey]:
@@ -83,25 +86,39 @@ class SlotPolicy:
                 return None
             self.evict(victim)
         slot = self._slots[key] = self._free.pop()
-        self._cached[key[0]].add(key)
-        self._lowest.pop(key[0], None)
+        self._queue(key)
         return slot
 
     def evict(self, key: ExpertKey) -> None:
         """Free the slot of an expert."""
         self._free.append(self._slots.pop(key))
-        self._cached[key[0]].discard(key)
-        self.unpin(key)
+        self._pinned.discard(key)
 
     def victim(self) -> ExpertKey | None:
         """Return the expert to evict next, or None if all are pinned."""
         candidates = []
-        for layer, cached in enumerate(self._cached):
-            if cached and layer not in self._lowest:
-                self._lowest[layer] = min(((self.score(key), key) for key in cached
-                                           if key not in self._pinned), default=None)
-            lowest = self._lowest.get(layer) if cached else None
-            if lowest is not None:
-                distance = (layer - self._layer - 1) % self._layers
-                candidates.append((lowest[0], -distance, lowest[1]))
+        for layer, heap in enumerate(self._heaps):
+            if heap and (lowest := self._lowest(heap)) is not None:
+                wait = self._waits[layer - self._layer - 1]
+                candidates.append((lowest[0] - _STEP * self._passes[layer] - wait, -wait,
+                                   lowest[1]))
         return min(candidates)[2] if candidates else None
+
+    def _queue(self, key: ExpertKey) -> None:
+        """Put an expert with a slot into the heap of its layer, unless it is there."""
+        if key in self._slots and key not in self._queued:
+            self._queued.add(key)
+            heappush(self._heaps[key[0]], (self._ranks.get(key, -math.inf), key))
+
+    def _lowest(self, heap: list[tuple[float, ExpertKey]]) -> tuple[float, ExpertKey] | None:
+        """Return the lowest rank of a layer's experts that may be evicted, and the expert."""
+        while heap:
+            rank, key = heap[0]
+            if key in self._pinned or key not in self._slots:
+                heappop(heap)
+                self._queued.discard(key)
+            elif rank < (current := self._ranks.get(key, -math.inf)):
+                heapreplace(heap, (current, key))
+            else:
+                return rank, key
+        return None

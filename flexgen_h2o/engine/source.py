@@ -29,6 +29,7 @@ from flexgen_h2o.config.weight_layout import (
 from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.disk_cache import CacheFolder, build_once, cache_dir, find_copy, model_title
+from flexgen_h2o.files.source_files import SourceFiles
 from flexgen_h2o.kernels.dispatch import gpu_of, has_tensor_cores
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, View, resolve, unstacked
@@ -235,6 +236,17 @@ class ModelSource:
                 build_once(self._files, form, self._title, lambda folder: np.save(
                     folder / "constants.npy", constants, allow_pickle=False), cache=cache)
         return constants
+
+    def expert_counts_file(self, weight_cache: str | os.PathLike | None) -> Path | None:
+        """Return the file for `engine.expert_counts`; None for random weights and without a weight
+        cache.
+
+        Its name has the key of the weights' files. Equal samples suffice: counts affect speed only.
+        """
+        if self.dummy or self.config.experts is None or weight_cache is None:
+            return None
+        key = SourceFiles(self._files, "experts").key
+        return cache_dir() / "experts" / f"{self._title}-{key}.json"
 
     def _resolve(self, specs, folder: Path) -> tuple[Checkpoint, dict[str, str]]:
         checkpoint = unstacked(_opened(folder, self.gguf), _views(self.config))

@@ -28,11 +28,17 @@ _MEASURED_STEPS = 8
 class Drafter(Protocol):
     """Drafts the tokens that a request may generate next."""
 
+    def begin(self, request: Request) -> None:
+        """Read a prompt, so that its first draft takes no longer than others."""
+
     def draft(self, request: Request, most: int) -> list[int]:
         """Return at most `most` tokens."""
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request that ends or begins again."""
+
+    def close(self) -> None:
+        """Drop the state of all requests."""
 
 
 @dataclass
@@ -49,8 +55,12 @@ class NgramDrafter:
     def __init__(self) -> None:
         self._indices: dict[int, _NgramIndex] = {}
 
-    def draft(self, request: Request, most: int) -> list[int]:
-        """Return the tokens after the latest earlier occurrence of the text's last n-gram."""
+    def begin(self, request: Request) -> None:
+        """Index the n-grams of the text."""
+        self._index(request)
+
+    def _index(self, request: Request) -> _NgramIndex:
+        """Return the index of the text so far."""
         index = self._indices.setdefault(request.key, _NgramIndex())
         text = request.history
         for end in range(index.tokens, len(text)):
@@ -58,6 +68,11 @@ class NgramDrafter:
                 if size <= end:
                     index.ends[tuple(text[end - size : end])] = end
         index.tokens = len(text)
+        return index
+
+    def draft(self, request: Request, most: int) -> list[int]:
+        """Return the tokens after the latest earlier occurrence of the text's last n-gram."""
+        index, text = self._index(request), request.history
         for size in NGRAM_SIZES:
             following = text[index.ends.get(tuple(text[-size:]), len(text)) :]
             if following:  # if they reach the end of the text, it repeats itself
@@ -67,6 +82,10 @@ class NgramDrafter:
     def forget(self, request: Request) -> None:
         """Drop the n-grams of a request."""
         self._indices.pop(request.key, None)
+
+    def close(self) -> None:
+        """Drop the n-grams of all requests."""
+        self._indices.clear()
 
 
 class DraftAutotune:

@@ -128,6 +128,22 @@ class Prompts:
             raise UserError(f"{name}: token id {wrong} is not below the vocabulary's "
                             f"{self._config.vocab_size}")
 
+    def check_same_tokens(self, other: Prompts) -> None:
+        """Raise `UserError` unless the token ids of another model mean the same.
+
+        Special tokens may be missing from either.
+        """
+        vocabularies = [prompts.tokenizer and prompts.tokenizer.get_vocab()
+                        for prompts in (self, other)]
+        if None in vocabularies:
+            same = self._config.vocab_size == other._config.vocab_size
+        else:
+            fewer, more = sorted(vocabularies, key=len)
+            same = fewer.items() <= more.items()
+        if not same:
+            raise UserError(f"the tokens of draft_model {other._name} are not those of "
+                            f"{self._name}: choose a model with the same tokenizer")
+
     def windows(self, text: str, name: str, *, count: int, length: int) -> list[list[int]]:
         """Cut the beginning of a text into token sequences, with BOS if the tokenizer adds it.
 

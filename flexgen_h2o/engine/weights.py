@@ -34,7 +34,14 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix, ShardedMatrix
 from flexgen_h2o.models.model_config import ModelWeights, TensorSpec
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import RunFolder
-from flexgen_h2o.storage.placement import assign, compute_tiers, fill, place_experts, place_first
+from flexgen_h2o.storage.placement import (
+    assign,
+    compute_tiers,
+    fill,
+    place_experts,
+    place_first,
+    pool_experts,
+)
 from flexgen_h2o.storage.tiers import PAGE, Arena, Device, round_up
 from flexgen_h2o.storage.transfer import H2D, Lane, Transfers
 
@@ -67,6 +74,8 @@ class WeightStore:
         Tier of each tensor by checkpoint name.
     units : list of Unit
     experts : dict of (layer, number) to Unit
+    pooled : float
+        Share of the experts that slots must hold: see `pool_experts`.
     """
 
     def __init__(self, weights: ModelWeights, files: WeightFiles, transfers: Transfers, *,
@@ -122,6 +131,7 @@ class WeightStore:
         expert_sizes = {key: sum(map(self._bytes, unit.specs.values()))
                         for key, unit in self.experts.items()}
         placement, experts = place_experts(total, sum(expert_sizes.values()), placement, experts)
+        experts, self.pooled = pool_experts(experts, self._device.separate)
         tiers: dict[str, str] = {}
         if self.units[-1].specs:  # only the last stage of a pipeline has a head
             head = max(self.units[-1].specs.values(), key=self._bytes)
@@ -246,11 +256,17 @@ class WeightStore:
                     head.fetched[:0] = [WeightBuffer(len(content), {name: 0}, host=content)
                                         for name in tied]
 
-    def staging_buffers(self, units: Sequence[Unit], count: int) -> list[StagingBuffer]:
-        """Return a number of buffers into which each of these units can be fetched."""
+    def staging_buffers(self, units: Sequence[Unit], count: int, *, small: bool = False
+                        ) -> list[StagingBuffer]:
+        """Return a number of buffers into which each of these units can be fetched.
+
+        With `small`, many buffers in host memory are taken from an `Arena`.
+        """
         largest = max((unit.fetched_bytes for unit in units), default=0)
         read = max((unit.disk_bytes for unit in units), default=0)
-        return [StagingBuffer(self._device.empty(largest),
+        in_arena = small and not self._device.separate
+        empty = Arena(self._device).take if in_arena else self._device.empty
+        return [StagingBuffer(empty(largest),
                               self._device.host_empty(read) if read and self._device.separate
                               else None)
                 for _ in range(count if largest else 0)]

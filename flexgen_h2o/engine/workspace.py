@@ -290,7 +290,8 @@ class Workspace:
             if cache is not None:
                 self.cache = cache
             elif h2o is not None and h2o.simulate:
-                self.cache = SimulatedBlockCache(h2o, rotation_of(config), shape.form, smoothing)
+                self.cache = SimulatedBlockCache(h2o, rotation_of(config),
+                                                 shape.attention_variant, smoothing)
             else:
                 self.cache = KVCache(shape, size.cache, policy, h2o=h2o, rope=rope,
                                      transfers=transfers, run_folder=self._run_folder,

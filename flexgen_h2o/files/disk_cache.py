@@ -27,8 +27,9 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.source_files import HASH_THREADS, SourceFiles
 from flexgen_h2o.files.writing import open_atomic
 
-KINDS = ("converted", "weights", "hardware")
-"""Folders of the cache: converted models, quantized weights, measured rates of machines."""
+KINDS = ("converted", "weights", "hardware", "experts")
+"""Folders of the cache: converted models, quantized weights, measured rates of machines, counts of
+chosen experts."""
 
 _MAX_PLACES = 32  # of sources that a copy remembers
 _SOURCE, _USED = ".source", ".used"
@@ -112,7 +113,7 @@ def find_copy(sources: Sequence[Path], form: str, cache: CacheFolder) -> Path | 
 
 
 def model_title(folder: Path) -> str:
-    """Return the name of a model's folder; for a snapshot of the hub, that of its repository."""
+    """Return the name of a model's folder, or the repository of a snapshot of the hub."""
     hub = folder.parent.name == "snapshots"
     return folder.parent.parent.name.removeprefix("models--") if hub else folder.name
 
@@ -143,7 +144,7 @@ def _build(temporary: Path, source: SourceFiles, title: str, build: Callable[[Pa
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        with source.hashing(max(1, HASH_THREADS // 4)) as digest:  # beside the build
+        with source.hashing(max(1, HASH_THREADS // 4)) as digest:  # while the copy is built
             build(temporary)
             source.check_unchanged()
             about = {"model": title, "form": source.form, "digest": digest(),
@@ -195,7 +196,7 @@ def _read_source(folder: Path) -> dict[str, Any]:
         if (isinstance(about, dict) and {"model", "form", "digest", "places"} <= about.keys()
                 and all({"from", "files"} <= place.keys() for place in about["places"])):
             return about
-    return {"model": re.sub(r"-[0-9a-f]{16}(\.yaml)?$", "", folder.name), "form": "",
+    return {"model": re.sub(r"-[0-9a-f]{16}(\.yaml|\.json)?$", "", folder.name), "form": "",
             "digest": "", "places": []}
 
 
@@ -245,7 +246,7 @@ def use(entry: Path) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """A copy, or measured rates, in the cache.
+    """A copy, measured rates, or counts of experts, in the cache.
 
     Attributes
     ----------
@@ -306,7 +307,7 @@ def _exclusive(folder: Path, flags: int) -> Iterator[bool]:
 
 
 def entries() -> list[Entry]:
-    """Return what the cache holds, the latest used first."""
+    """Return the entries of the cache, the latest used first."""
     found = []
     for kind in KINDS:
         for path in _folders(cache_dir() / kind):

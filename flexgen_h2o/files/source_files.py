@@ -23,7 +23,7 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4 << 10
 _PART_BYTES, _BLOCK_BYTES = 64 << 20, 1 << 20  # hashed by a thread at a time; read at a time
 
 HASH_THREADS = min(16, os.cpu_count() or 1)
-"""Threads that hash files. Fewer should run beside other work."""
+"""Threads that hash files. Use fewer while other work runs."""
 
 
 class SourceFiles:

@@ -81,7 +81,7 @@ def _share(ratio: float, tokens: int) -> int:
 def num_selected(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -> int | None:
     """Return the cached tokens that recall selects for a new token (`H2OConfig.recall`).
 
-    Arguments are those of `budget`; `new` includes the new token. Return None if a new token
+    Arguments are as in `budget`; `new` includes the new token. Return None if a new token
     attends to all cached tokens: without recall, and in layers with a window.
     """
     if h2o is None or not h2o.recall or h2o.window(layer) is not None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.layers import AttentionForm
+from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.budget import budget, num_cached
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
@@ -254,7 +254,7 @@ def decode_metadata(prompts: Sequence[int], tokens: Sequence[int], h2o: H2OConfi
 
 
 def attention_weights(products: torch.Tensor, hidden: torch.Tensor, *, dim: int,
-                      form: AttentionForm, sinks: torch.Tensor | None) -> torch.Tensor:
+                      variant: AttentionVariant, sinks: torch.Tensor | None) -> torch.Tensor:
     """Return the attention weights of queries over keys.
 
     Parameters
@@ -262,7 +262,7 @@ def attention_weights(products: torch.Tensor, hidden: torch.Tensor, *, dim: int,
     products : float32 Tensor [..., heads, queries, keys]
         Dot products of queries and keys.
     hidden : bool Tensor that broadcasts to `products`
-        True for keys that a query does not see, also because of the form's window.
+        True for keys that a query does not see, also because of the variant's window.
     dim : int
         head_dim.
     sinks : Tensor that broadcasts to [..., heads, queries, 1], or None
@@ -272,11 +272,11 @@ def attention_weights(products: torch.Tensor, hidden: torch.Tensor, *, dim: int,
     -------
     float32 Tensor like products
     """
-    logits = products * form.scale_for(dim)
-    if form.softcap:
-        logits = (logits / form.softcap).tanh() * form.softcap
+    logits = products * variant.scale_for(dim)
+    if variant.softcap:
+        logits = (logits / variant.softcap).tanh() * variant.softcap
     logits = logits.masked_fill(hidden, float("-inf"))
-    if not form.sinks:
+    if not variant.sinks:
         return logits.softmax(-1)
     sinks = sinks.float().expand(*logits.shape[:-1], 1)
     return torch.cat((logits, sinks), dim=-1).softmax(-1)[..., :-1]

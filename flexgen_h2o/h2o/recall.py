@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import IndexLayout
-from flexgen_h2o.config.layers import AttentionForm
+from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.h2o.eviction import attention_weights
 
 HALF_MAX = torch.finfo(torch.float16).max
@@ -75,7 +75,7 @@ def rounded_queries(q: Tensor, layout: IndexLayout) -> Tensor:
 
 
 def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, layout: IndexLayout, hidden: Tensor,
-                  form: AttentionForm, sinks: Tensor | None, offsets: Tensor | None = None
+                  variant: AttentionVariant, sinks: Tensor | None, offsets: Tensor | None = None
                   ) -> Tensor:
     """Return the attention weights of cached tokens, summed over the query heads of a group.
 
@@ -89,10 +89,10 @@ def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, layout: IndexLayout, hi
         Cached keys, of `indexed_keys`; they are multiplied with `rounded_queries`.
     hidden : bool Tensor that broadcasts to [..., kv_heads, 1, tokens]
         True where there is no token.
-    form : AttentionForm
+    variant : AttentionVariant
         Without a window.
     sinks : Tensor that broadcasts to [..., kv_heads, group, 1], or None
-        Attention sinks, if the form has them.
+        Attention sinks, if the variant has them.
     offsets : float32 Tensor [..., kv_heads, group, 1], or None
         Added to the products of queries with all keys.
 
@@ -107,7 +107,7 @@ def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, layout: IndexLayout, hi
         products = products + offsets
     weights = attention_weights(
         products, torch.nn.functional.pad(hidden, (0, 1)),
-        dim=q.shape[-1], form=form, sinks=sinks)
+        dim=q.shape[-1], variant=variant, sinks=sinks)
     return weights[..., :-1].sum(-2)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.budget import Budget, budget, num_selected
@@ -58,19 +58,19 @@ class SimulatedCache:
     rotate : callable (x, positions, layer) -> Tensor like x
         Rotate x, float32 [heads, tokens, head_dim], to positions [heads or 1, tokens]; return x
         itself if the model has no rotary embeddings.
-    form : callable (layer) -> AttentionForm, optional
-        None: all layers have the default form.
+    variant : callable (layer) -> AttentionVariant, optional
+        None: all layers have the default variant.
     smoothing : sequence of LayerSmoothing
         Key smoothing of each layer, for recall's index; empty: none.
     """
 
     def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
-                 form: Callable[[int], AttentionForm] | None = None,
+                 variant: Callable[[int], AttentionVariant] | None = None,
                  smoothing: Sequence[LayerSmoothing] = ()):
         self._smoothing = smoothing
         self._h2o = h2o
         self._rotate = rotate
-        self._form = form or (lambda layer: DEFAULT_FORM)
+        self._variant = variant or (lambda layer: DEFAULT_VARIANT)
         self._policy = policy_named(h2o.score)
         self._decay = h2o.decay if self._policy.fades else 1.0
         self._caches: dict[tuple[int, int, int], SequenceCache] = {}
@@ -149,16 +149,16 @@ class SimulatedCache:
             q.float().transpose(0, 1), rope_positions[:1, newest], key[0])
         queries = queries.unflatten(0, (len(keys), -1))  # [kv_heads, group, rows, head_dim]
         products = torch.einsum("hgrd,htd->hgrt", queries, keys)
-        form = self._form(key[0])
+        variant = self._variant(key[0])
         visible = cache.alive[:, None] & (position <= newest[:, None])  # [kv_heads, rows, tokens]
-        if form.window is not None:
-            visible &= position > newest[:, None] - form.window
+        if variant.window is not None:
+            visible &= position > newest[:, None] - variant.window
         if sinks is not None:
             sinks = sinks.view(len(keys), -1, 1, 1)
         if recalls:
             visible &= self._recalled(key, queries, keys, sinks)
-        probabilities = attention_weights(products, ~visible[:, None], dim=q.shape[-1], form=form,
-                                          sinks=sinks)
+        probabilities = attention_weights(products, ~visible[:, None], dim=q.shape[-1],
+                                          variant=variant, sinks=sinks)
         for row in probabilities.sum(1).unbind(1):
             cache.scores = cache.scores * self._decay + row
         out = torch.einsum("hgrt,htd->rhgd", probabilities, cache.values)
@@ -177,17 +177,17 @@ class SimulatedCache:
         if count is None or count >= cached:
             return visible
         layout = IndexLayout(keys.shape[-1], self._h2o.index_bits)
-        queries, offsets, form = queries[:, :, 0], None, self._form(layer)
+        queries, offsets, variant = queries[:, :, 0], None, self._variant(layer)
         if self._smoothing:
             smoothing = self._smoothing[layer].rotated
-            if form.softcap or form.sinks:
+            if variant.softcap or variant.sinks:
                 offsets = smoothing.queries.offsets(queries.flatten(0, 1))
                 offsets = offsets.view(len(keys), -1, 1)
             queries = smoothing.queries(queries.flatten(0, 1)).unflatten(0, (len(keys), -1))
             keys = smoothing.keys(keys.transpose(0, 1)).transpose(0, 1)
         weights = index_weights(
             queries, keys[:, -1], indexed_keys(keys[:, :-1], layout), layout=layout,
-            hidden=~visible[:, :, :-1], form=form, offsets=offsets,
+            hidden=~visible[:, :, :-1], variant=variant, offsets=offsets,
             sinks=None if sinks is None else sinks[..., 0])
         count, cached = torch.tensor([count, cached], device=keys.device)
         visible[:, 0, :-1] = select_tokens(weights, count, cached=cached)
@@ -201,7 +201,7 @@ class SimulatedCache:
             return
         excess = int(cache.alive[0].sum()) - limit.total
         score = self._score(cache, key[0])
-        window = self._form(key[0]).window
+        window = self._variant(key[0]).window
         if window is not None:  # the next token does not see the first tokens
             score = score.clone()
             score[:, : max(0, tokens + 1 - window)] = float("-inf")

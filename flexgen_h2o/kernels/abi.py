@@ -20,9 +20,9 @@ STRUCTS = MappingProxyType({
     # MatrixLayout of config/weight_layout.py; group is 0 for MXFP4 and for 16 bits, and negative
     # for compact scales; activation_bits is 8 if matmuls quantize activations, else 16.
     "Matrix": "void*: data; int64_t: outputs inputs bits group activation_bits",
-    # arguments.FormArguments: sinks [heads] and offsets [sequences, heads] or null; a scale of 0 is
-    # 1 / sqrt(head_dim), a softcap or a window of 0 is none. Decode attention ignores the window,
-    # see DecodeAttention.
+    # arguments.VariantArguments: sinks [heads] and offsets [sequences, heads] or null; a scale of 0
+    # is 1 / sqrt(head_dim), a softcap or a window of 0 is none. Decode attention ignores the
+    # window, see DecodeAttention.
     "Form": "const float*: sinks offsets; double: scale softcap; int64_t: window",
     # reference.attention.prefill_attention: q [rows, heads, head_dim], k and v [key_rows, kv_heads,
     # head_dim], out contiguous as q, scores [kv_heads, key_rows] or null.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import CacheLayout
-from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.h2o.eviction import EvictionState
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -70,8 +70,8 @@ class EvictionArguments(NamedTuple):
                    shift=None if change is None else change.shift)
 
 
-class FormArguments(NamedTuple):
-    """An `AttentionForm` as arguments of the kernels.
+class VariantArguments(NamedTuple):
+    """An `AttentionVariant` as arguments of the kernels.
 
     Attributes
     ----------
@@ -94,16 +94,16 @@ class FormArguments(NamedTuple):
     offsets: Tensor | None = None
 
     @classmethod
-    def from_form(cls, form: AttentionForm, sinks: Tensor | None, offsets: Tensor | None = None
-                  ) -> FormArguments:
-        """Return the arguments of a form; `sinks` are [heads] of any floating dtype, or None."""
-        if form == DEFAULT_FORM:
+    def from_variant(cls, variant: AttentionVariant, sinks: Tensor | None,
+                     offsets: Tensor | None = None) -> VariantArguments:
+        """Return the arguments of a variant; `sinks` are [heads] of any floating dtype, or None."""
+        if variant == DEFAULT_VARIANT:
             return DEFAULT_ARGUMENTS
-        return cls(form.scale or 0.0, form.softcap, form.window or 0,
-                   sinks.float().contiguous() if form.sinks else None, offsets)
+        return cls(variant.scale or 0.0, variant.softcap, variant.window or 0,
+                   sinks.float().contiguous() if variant.sinks else None, offsets)
 
 
-DEFAULT_ARGUMENTS = FormArguments()
+DEFAULT_ARGUMENTS = VariantArguments()
 
 
 def check(condition: bool, name: str, message: str) -> None:
@@ -181,11 +181,11 @@ def check_state(name: str, eviction: EvictionArguments, shape: tuple[int, ...]) 
     check_contiguous(name, kept_scores=scores, positions=positions, ranks=ranks)
 
 
-def check_form(name: str, form: FormArguments, heads: int, sequences: int = 0) -> None:
+def check_variant(name: str, variant: VariantArguments, heads: int, sequences: int = 0) -> None:
     """Check sinks [heads] and offsets [sequences, heads]: float32, contiguous."""
-    check_tensors(name, torch.float32, sinks=(form.sink_logits, (heads,)),
-           offsets=(form.offsets, (sequences, heads)))
-    check_contiguous(name, sinks=form.sink_logits, offsets=form.offsets)
+    check_tensors(name, torch.float32, sinks=(variant.sink_logits, (heads,)),
+           offsets=(variant.offsets, (sequences, heads)))
+    check_contiguous(name, sinks=variant.sink_logits, offsets=variant.offsets)
 
 
 def check_linear(name: str, x: Tensor, outputs: int, bias: Tensor | None, out: Tensor

@@ -1,9 +1,9 @@
 """Dispatch tables: which implementation of an operation runs on which CPU or GPU.
 
 Nothing else depends on a CPU's instruction set, except cache hints (cpu/prefetch.h), which affect
-no result. With ``FLEXGEN_H2O_ISA`` in the environment every choice, and the C++ kernels, are those
-of another instruction set, so that a machine can test them. An autotune table, if calibration has
-timed the implementations on this machine, overrides the table of CPUs.
+no result. ``FLEXGEN_H2O_ISA`` in the environment selects the rules and the C++ kernels of another
+instruction set, for tests. An autotune table, if calibration has timed the implementations on this
+machine, overrides the table of CPUs.
 """
 
 from __future__ import annotations
@@ -57,29 +57,29 @@ TABLE = (
                   "24 and 48 (benchmarks/results/epyc-avx2)."),
     TableLine("linear", ("avx512", "avx512vnni"), "skinny", max_rows=48,
               why="Xeon, 4096 x 16384: PyTorch takes 1.8, 4.7, 4.5 and 4.1 times as long at 1, 4, "
-                  "16 and 32 rows (benchmarks/results/xeon-avx512). Beside other load float32 "
+                  "16 and 32 rows (benchmarks/results/xeon-avx512). On a busy machine float32 "
                   "takes 1.1 times as long at 32 rows, and as long at 64."),
     TableLine("linear", ("avx2", "avxvnni", "avx512", "avx512vnni"), "float32", min_rows=21,
-              why="PyTorch's products in bfloat16 run at 0.06 TFLOP/s where the CPU has no "
+              why="PyTorch's matmuls in bfloat16 run at 0.06 TFLOP/s where the CPU has no "
                   "instruction for them: on the same Xeon they take 3.0, 4.0 and 4.7 times as long "
                   "at 64, 256 and 1,024 rows, where this is at 0.5, 0.7 and 0.86 of PyTorch's "
                   "rate in float32."),
     TableLine("linear", ("avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16"), "float32",
               min_rows=4, dtype=torch.float16,
-              why="PyTorch's products in float16 run at 0.03 TFLOP/s without AVX512_FP16. On "
-                  "a Xeon beside other load, 4096 x 16384, they take 0.4, 1.1 and 3.6 times as "
+              why="PyTorch's matmuls in float16 run at 0.03 TFLOP/s without AVX512_FP16. On "
+                  "a busy Xeon, 4096 x 16384, they take 0.4, 1.1 and 3.6 times as "
                   "long at 1, 4 and 16 rows."),
     TableLine("linear", ("avx512bf16",), "skinny", max_rows=32,
               why="EPYC (Zen 5), 4096 x 16384: PyTorch takes 1.2, 1.2, 1.3 and 1.1 times as long "
                   "at 4, 8, 16 and 32 rows, and 0.95 at 48."),
     TableLine("linear", ("amx",), "skinny", max_rows=SKINNY_ROWS,
               why="Xeon with AMX, 4096 x 16384: PyTorch takes 1.2, 1.2, 1.3, 1.3, 1.8 and 1.7 "
-                  "times as long at 1, 4, 16, 32, 64 and 128 rows; ours goes by tiles from 3 rows "
-                  "on (benchmarks/results/xeon-amx)."),
+                  "times as long at 1, 4, 16, 32, 64 and 128 rows; ours uses AMX from 3 rows on "
+                  "(benchmarks/results/xeon-amx)."),
     TableLine("linear", ("amx",), "tiled", min_rows=SKINNY_ROWS + 1,
               why="Xeon with AMX, 4096 x 16384: PyTorch takes 1.0, 1.1, 1.2, 1.1 and 1.1 times as "
                   "long at 192, 256, 512, 1,024 and 2,048 rows, and adds biases and residuals "
-                  "apart (benchmarks/results/xeon-amx)."),
+                  "in separate passes (benchmarks/results/xeon-amx)."),
 )
 """The first line that matches decides. Times are for bfloat16 on two cores, unless a line says
 else."""
@@ -92,7 +92,7 @@ GPU_TABLE = (
     TableLine("scored_prefill", _NO_TENSOR_CORES, "matmul",
               why="Triton uses no tensor cores there: its blocks run as fused multiply-adds (a "
                   "T4's 8.1 TFLOP/s, by its data sheet), and spill from 64 x 32 on. cuBLAS uses "
-                  "them (65 TFLOP/s); the logits between two products cost some 24 bytes each."),
+                  "them (65 TFLOP/s); the logits between two matmuls cost some 24 bytes each."),
     TableLine("scored_prefill", _TENSOR_CORES, "blocks",
               why="Logits stay in registers, and no block spills (benchmarks/results/"
                   "gpu_static.csv). H200, 32 heads of 128, 4,096 tokens: 0.36 ms, and 0.21 for "
@@ -100,7 +100,7 @@ GPU_TABLE = (
                   "new length, and 0.50 by FlashAttention."),
     TableLine("decode_attention", _NO_TENSOR_CORES, "vectors",
               why="A block of 16 rows would be multiplied for each group of heads, by fused "
-                  "multiply-adds; one by one only what there is. The cache comes from the "
+                  "multiply-adds; vectors multiply existing heads only. The cache comes from the "
                   "second-level cache after the first head."),
     TableLine("decode_attention", _TENSOR_CORES, "matrix units",
               why="The cache is read once for all heads of a group (bytes_per_flop of "
@@ -124,7 +124,7 @@ GPU_TABLE = (
     TableLine("linear_short_floats", ARCHITECTURES, "unpacked",
               why="Sums of more rows do not stay in registers; cuBLAS has tensor cores."),
 )
-"""The table of GPUs: the first line that matches decides. Lines that name no GPU are estimates."""
+"""Rules of GPUs: the first line that matches decides. Lines that name no GPU are estimates."""
 
 _autotune_table: ContextVar[AutotuneTable | None] = ContextVar("autotune_table", default=None)
 
@@ -212,7 +212,7 @@ _assumed_gpu: ContextVar[GPU | None] = ContextVar("assumed_gpu", default=None)
 def assume_gpu(gpu: GPU | None) -> Iterator[None]:
     """Treat every device as this GPU within the context, to test its choices without one.
 
-    None: treat each device as what it is.
+    None: use the actual devices.
     """
     token = _assumed_gpu.set(gpu)
     try:

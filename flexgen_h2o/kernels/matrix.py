@@ -47,7 +47,7 @@ class ShardedMatrix:
         (outputs, inputs).
     shards : callable (x) -> iterator of (slice, Tensor or QuantizedMatrix)
         Yields every row shard in order: its range of outputs, and its weight [outputs, inputs]. x
-        [rows, inputs] is what the shards are multiplied with. A shard is valid until the next one
+        [rows, inputs] is multiplied with the shards. A shard is valid until the next one
         is requested; its matmul has to be finished by then.
     """
 

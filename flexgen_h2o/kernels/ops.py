@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout, PageLayout
-from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.config.weight_layout import GGMLType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.h2o.key_smoothing import BasisChange
 from flexgen_h2o.kernels import dispatch, rotary, torch_ops
-from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
+from flexgen_h2o.kernels.arguments import EvictionArguments, VariantArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu import recall as native_recall
@@ -143,24 +143,25 @@ def _log_custom_policy(name: str) -> None:
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *,
                       key_lengths: Sequence[int] | None = None, scores: Tensor | None = None,
-                      decay: float = 1.0, form: AttentionForm = DEFAULT_FORM,
+                      decay: float = 1.0, variant: AttentionVariant = DEFAULT_VARIANT,
                       sinks: Tensor | None = None) -> Tensor:
     """Compute causal attention of prompts: `reference.attention.prefill_attention`.
 
     Memory is linear in the number of tokens.
     """
-    if form.window is not None and form.window >= max(key_lengths or lengths, default=0):
-        form = replace(form, window=None)
-    whole = scores is None and key_lengths is None and torch_ops.sdpa_supports(form)
-    if whole and not _is_forced() and (not _has_kernels(q.device.type) or form.window is None and (
+    if variant.window is not None and variant.window >= max(key_lengths or lengths, default=0):
+        variant = replace(variant, window=None)
+    whole = scores is None and key_lengths is None and torch_ops.sdpa_supports(variant)
+    if whole and not _is_forced() and (
+            not _has_kernels(q.device.type) or variant.window is None and (
             q.is_cuda or dispatch.choice("prefill_attention", len(q), q.dtype) == "sdpa")):
-        return torch_ops.sdpa_prefill_attention(q, k, v, lengths, form=form)
+        return torch_ops.sdpa_prefill_attention(q, k, v, lengths, variant=variant)
     kernel = _kernel("prefill_attention", q)
     if kernel is None:
         return reference.prefill_attention(q, k, v, lengths, key_lengths=key_lengths, scores=scores,
-                                           decay=decay, form=form, sinks=sinks)
+                                           decay=decay, variant=variant, sinks=sinks)
     return kernel(q, k, v, lengths, key_lengths or lengths, scores, decay,
-                  FormArguments.from_form(form, sinks))
+                  VariantArguments.from_variant(variant, sinks))
 
 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[Cut],
@@ -178,7 +179,7 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
                      layout: CacheLayout | None = None, state: EvictionState | None = None,
-                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None,
+                     variant: AttentionVariant = DEFAULT_VARIANT, sinks: Tensor | None = None,
                      offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attend over the cache and cache new tokens: `reference.attention.decode_attention`.
 
@@ -188,10 +189,11 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     restores = state is not None and state.ranks is not None and state.smoothing is not None
     if kernel is None or _has_custom_policy(state) or q.is_cuda and restores:
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
-                                          state=state, form=form, sinks=sinks, offsets=offsets)
+                                          state=state, variant=variant, sinks=sinks,
+                                          offsets=offsets)
     return kernel(q, k, v, slots=slots, metadata=metadata, layout=layout,
                   eviction=EvictionArguments.from_state(state),
-                  form=FormArguments.from_form(form, sinks, offsets))
+                  variant=VariantArguments.from_variant(variant, sinks, offsets))
 
 
 select_values = reference_sparse.select_values
@@ -209,7 +211,8 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
 
 
 def select_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
-                top_k: int, log_weights: Tensor | None = None, form: AttentionForm = DEFAULT_FORM,
+                top_k: int, log_weights: Tensor | None = None,
+                variant: AttentionVariant = DEFAULT_VARIANT,
                 sinks: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
     """Select the tokens that queries attend to: `reference.recall.select_keys`.
 
@@ -219,14 +222,14 @@ def select_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
                "log_weights": log_weights}
     kernel = _kernel("select_keys", q)
     if kernel is None:
-        return reference_recall.select_keys(q, k, **options, form=form, sinks=sinks,
+        return reference_recall.select_keys(q, k, **options, variant=variant, sinks=sinks,
                                             offsets=offsets)
-    return kernel(q, k, **options, form=FormArguments.from_form(form, sinks, offsets))
+    return kernel(q, k, **options, variant=VariantArguments.from_variant(variant, sinks, offsets))
 
 
 def recall_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected: Tensor,
                      metadata: Tensor, layout: CacheLayout | None = None,
-                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None,
+                     variant: AttentionVariant = DEFAULT_VARIANT, sinks: Tensor | None = None,
                      offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attend to selected tokens: `reference.recall.recall_attention`.
 
@@ -235,9 +238,10 @@ def recall_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected
     options = {"slots": slots, "selected": selected, "metadata": metadata, "layout": layout}
     kernel = _kernel("recall_attention", q)
     if kernel is None:
-        return reference_recall.recall_attention(q, k, v, **options, form=form, sinks=sinks,
+        return reference_recall.recall_attention(q, k, v, **options, variant=variant, sinks=sinks,
                                                  offsets=offsets)
-    return kernel(q, k, v, **options, form=FormArguments.from_form(form, sinks, offsets))
+    return kernel(q, k, v, **options,
+                  variant=VariantArguments.from_variant(variant, sinks, offsets))
 
 
 def assign_slots(selected: Tensor, first_recent: Tensor, *, slot_of: Tensor, token_of: Tensor,
@@ -399,7 +403,7 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     `quantized_choice` selects the implementation on a CPU:
 
     - "codes" reads only the quantized bytes. No bit depends on the number of threads, and a row
-      depends on the rows beside it in the order of its sums only. With AMX, more than 64 rows of
+      depends on the other rows only in the order of its sums. With AMX, more than 64 rows of
       bfloat16 are multiplied by weights that are rounded to bfloat16.
     - "unpacked" (bfloat16, where it was measured to be faster) rounds all weights to bfloat16 and
       uses PyTorch's matmul, which guarantees neither.

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
+from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
+from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, VariantArguments
 from flexgen_h2o.kernels.dispatch import gpu_of, has_tensor_cores
 
 CHUNK_BYTES = 1 << 19
@@ -76,27 +76,28 @@ def to_host(tokens: Tensor, values: Tensor) -> tuple[list[int], list[float]]:
 
 
 def sdpa_prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *,
-                           form: AttentionForm = DEFAULT_FORM) -> Tensor:
+                           variant: AttentionVariant = DEFAULT_VARIANT) -> Tensor:
     """Run `reference.attention.prefill_attention` with PyTorch's SDPA.
 
-    Without scores, for sequences that are not in chunks, and for a form that `sdpa_supports`.
+    Without scores, for sequences that are not in chunks, and for a variant that `sdpa_supports`.
     """
     if len(set(lengths)) == 1:
         shape = (len(lengths), lengths[0])
-        out = _causal(*(x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v)), form=form)
+        out = _causal(*(x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v)), variant=variant)
         return out.transpose(1, 2).flatten(0, 1)
     # Sequences of unequal lengths run one by one: no padding to compute and no mask to build.
     parts = (x.split(lengths) for x in (q, k, v))
-    return torch.cat([_causal(*(x.transpose(0, 1)[None] for x in one), form=form)[0].transpose(0, 1)
+    return torch.cat([_causal(*(x.transpose(0, 1)[None] for x in one),
+                              variant=variant)[0].transpose(0, 1)
                       for one in zip(*parts, strict=True)])
 
 
-def sdpa_supports(form: AttentionForm) -> bool:
-    """Return True if SDPA supports a form: one without soft cap and attention sinks."""
-    return not (form.softcap or form.sinks)
+def sdpa_supports(variant: AttentionVariant) -> bool:
+    """Return True if SDPA supports a variant: one without soft cap and attention sinks."""
+    return not (variant.softcap or variant.sinks)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, *, form: AttentionForm) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, *, variant: AttentionVariant) -> Tensor:
     """Return causal attention of [batch, heads, length, head_dim]; k and v may have fewer heads."""
     length = q.shape[2]
     grouped = q.shape[1] != k.shape[1]
@@ -105,8 +106,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, *, form: AttentionForm) -> Tensor:
         # No FlashAttention, and the memory-efficient kernel does not support grouped queries.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False
-    attend = partial(F.scaled_dot_product_attention, enable_gqa=grouped, scale=form.scale)
-    window = length if form.window is None else form.window
+    attend = partial(F.scaled_dot_product_attention, enable_gqa=grouped, scale=variant.scale)
+    window = length if variant.window is None else variant.window
     if window >= length and (q.device.type != "cpu" or not QUERY_BLOCK < length < SQUARE_BELOW):
         return attend(q, k, v, is_causal=True)
     out = torch.empty_like(q)
@@ -122,7 +123,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, *, form: AttentionForm) -> Tensor:
 
 def blockwise_prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
                                 key_lengths: Sequence[int], scores: Tensor | None, decay: float,
-                                form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
+                                variant: VariantArguments = DEFAULT_ARGUMENTS) -> Tensor:
     """Run `reference.attention.prefill_attention` with matmuls, a block of queries at a time.
 
     For GPUs whose tensor cores PyTorch's matmuls use and Triton does not, and for float32
@@ -133,12 +134,12 @@ def blockwise_prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequen
     for sequence in zip(q.split(list(lengths)), k.split(list(key_lengths)),
                         v.split(list(key_lengths)),
                         received, out.split(list(lengths)), strict=True):
-        _attend_sequence(*sequence, decay=decay, form=form)
+        _attend_sequence(*sequence, decay=decay, variant=variant)
     return out
 
 
 def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, out: Tensor, *,
-                     decay: float, form: FormArguments) -> None:
+                     decay: float, variant: VariantArguments) -> None:
     """Compute attention of one sequence: q and out [rows, heads, head_dim]."""
     (rows, heads, dim), (tokens, kv_heads, _) = q.shape, k.shape
     keys, values = k.permute(1, 2, 0), v.transpose(0, 1)
@@ -148,21 +149,21 @@ def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, out
     for start in range(0, rows, step):
         count = min(step, rows - start)
         num_keys = tokens - rows + start + count  # keys up to the last row of the block
-        first = max(0, num_keys - count + 1 - form.window) if form.window else 0
+        first = max(0, num_keys - count + 1 - variant.window) if variant.window else 0
         queries = q[start : start + count].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
         logits = _float_product(queries.flatten(1, 2), keys[..., first:num_keys]).unflatten(
             1, (-1, count))
         # Scaling the queries instead would round them again.
-        logits.mul_(form.scale or dim**-0.5)
-        if form.softcap:
-            logits.div_(form.softcap).tanh_().mul_(form.softcap)
+        logits.mul_(variant.scale or dim**-0.5)
+        if variant.softcap:
+            logits.div_(variant.softcap).tanh_().mul_(variant.softcap)
         future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
         logits[..., num_keys - count - first :].masked_fill_(future, float("-inf"))
-        if form.window:
+        if variant.window:
             key = torch.arange(first, num_keys, device=q.device)
             query = torch.arange(num_keys - count, num_keys, device=q.device)[:, None]
-            logits.masked_fill_(key <= query - form.window, float("-inf"))
-        p = _softmax(logits, form.sink_logits)
+            logits.masked_fill_(key <= query - variant.window, float("-inf"))
+        p = _softmax(logits, variant.sink_logits)
         if scores is not None:
             scores[:, first:num_keys] += _summed(p, decay, rows - start - count)
         attended = torch.bmm(p.to(v.dtype).flatten(1, 2), values[:, first:num_keys])

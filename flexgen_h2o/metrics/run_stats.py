@@ -12,7 +12,8 @@ RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_
           "latency_p50_seconds", "latency_p95_seconds")
 DRAFTS = ("draft_tokens", "accepted_tokens")
 RECALLS = ("recall_hits", "recall_loads", "recall_guesses", "recall_wait_seconds")
-EXPERTS = ("expert_touches", "expert_hits", "expert_loads", "expert_guesses", "expert_bytes")
+EXPERTS = ("expert_touches", "expert_hits", "expert_loads", "expert_guesses",
+           "expert_guess_hits", "expert_bytes")
 
 
 @dataclass(kw_only=True)
@@ -59,6 +60,8 @@ class RunStats:
         Touched experts outside compute memory that a slot held, and that had to be loaded.
     expert_guesses : int
         Experts loaded by speculative prefetch, needed or not.
+    expert_guess_hits : int
+        Prefetched experts that the next layer used.
     expert_bytes : int
         Bytes of these loads and prefetches.
     expert_choices : ExpertChoices or None
@@ -105,6 +108,7 @@ class RunStats:
     expert_hits: int = 0
     expert_loads: int = 0
     expert_guesses: int = 0
+    expert_guess_hits: int = 0
     expert_bytes: int = 0
     expert_choices: ExpertChoices | None = None
     recall_hits: int = 0
@@ -147,6 +151,11 @@ class RunStats:
     def expert_hit_rate(self) -> float | None:
         """Hits / touched experts outside compute memory. None without any."""
         return ratio(self.expert_hits, self.expert_hits + self.expert_loads)
+
+    @property
+    def expert_guess_hit_rate(self) -> float | None:
+        """Prefetched experts that the next layer used / prefetched ones. None without any."""
+        return ratio(self.expert_guess_hits, self.expert_guesses)
 
     @property
     def recall_hit_rate(self) -> float | None:

@@ -128,8 +128,8 @@ def seconds(intervals: Iterable[Interval]) -> float:
 
 
 COMPUTE, WAITING, PHASES = "compute", "waiting", "phases"
-"""Lanes of a trace beside the links. WAITING is where compute waits for a transfer, within its own
-spans. PHASES holds each block's ``prefill`` and ``decode``.
+"""Lanes of a trace in addition to the links. WAITING is where compute waits for a transfer, within
+its own spans. PHASES holds each block's ``prefill`` and ``decode``.
 """
 PROCESS_MEMORY, DEVICE_MEMORY = "process memory", "device memory"
 """Sampled quantities, in bytes: resident memory of the process, memory allocated on a GPU."""

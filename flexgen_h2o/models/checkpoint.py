@@ -99,7 +99,7 @@ class Checkpoint(ABC):
         """
         info = self.info(name)
         if tuple(out.shape) != info.shape:
-            raise ValueError(f"{name} has shape {info.shape}, not that of out {tuple(out.shape)}")
+            raise ValueError(f"{name} has shape {info.shape}, and out has {tuple(out.shape)}")
         self._check(name, info, out, as_stored=info.dtype == out.dtype == torch.uint8)
         self._fill(name, info, out)
 

@@ -94,7 +94,7 @@ def write_weights(
 ) -> None:
     """Write `model.safetensors` into a folder; raise `UserError` if the disk is too full.
 
-    The parameters are those of `write_safetensors` and `build_once`.
+    Parameters are as in `write_safetensors` and `build_once`.
     """
     nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values())
     free = shutil.disk_usage(folder).free

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Protocol
 
 from msgspec import Meta
 
-from flexgen_h2o.config.layers import AttentionForm
+from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.config.validation import validate
 from flexgen_h2o.errors import UserError
 
@@ -194,16 +194,17 @@ class Fields:
                             f"{LAYER_TYPES[1]} for each of {layers} layers")
         return tuple(kind == LAYER_TYPES[1] for kind in types)
 
-    def forms(self, local: tuple[bool, ...], *, scale: float | None = None, softcap: float = 0.0,
-              sinks: bool = False) -> tuple[AttentionForm, ...]:
-        """Return the form of attention of each layer; empty if all have the default form.
+    def attention_variants(self, local: tuple[bool, ...], *, scale: float | None = None,
+                           softcap: float = 0.0, sinks: bool = False
+                           ) -> tuple[AttentionVariant, ...]:
+        """Return the variant of attention of each layer; empty if all have the default variant.
 
         Local layers have the window.
         """
         window = self.window() if any(local) else None
-        forms = tuple(AttentionForm(scale=scale, softcap=softcap, sinks=sinks,
+        variants = tuple(AttentionVariant(scale=scale, softcap=softcap, sinks=sinks,
                                     window=window if is_local else None) for is_local in local)
-        return () if set(forms) == {AttentionForm()} else forms
+        return () if set(variants) == {AttentionVariant()} else variants
 
 
 def first(*values: Any) -> Any:

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
-from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm, ExpertsConfig
+from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant, ExpertsConfig
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.rope import RopeConfig
@@ -172,8 +172,8 @@ class ModelConfig:
         Experts in place of the MLP.
     dense_layers : tuple of bool
         Whether a layer has an MLP in place of experts; empty if none has. See `has_experts`.
-    attention : tuple of AttentionForm
-        One per decoder layer; empty if all have the default form. See `form`.
+    attention : tuple of AttentionVariant
+        One per decoder layer; empty if all have the default variant. See `attention_variant`.
 
     Raises
     ------
@@ -217,7 +217,7 @@ class ModelConfig:
     parallel_residual: bool = False
     experts: ExpertsConfig | None = None
     dense_layers: tuple[bool, ...] = ()
-    attention: tuple[AttentionForm, ...] = ()
+    attention: tuple[AttentionVariant, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "embed_dim", self.embed_dim or self.hidden_size)
@@ -230,12 +230,15 @@ class ModelConfig:
             raise UserError(f"{self.name}: activation function {self.activation!r} is not "
                             f"supported (supported: {', '.join(ACTIVATIONS)})")
         if self.attention and len(self.attention) != self.num_layers:
-            raise UserError(f"{self.name}: {len(self.attention)} forms of attention for "
+            raise UserError(f"{self.name}: {len(self.attention)} variants of attention for "
                             f"{self.num_layers} layers; the config is wrong")
         # A window as long as the context hides nothing.
-        forms = tuple(replace(form, window=None) if (form.window or 0) >= self.max_positions
-                      else form for form in self.attention)
-        object.__setattr__(self, "attention", () if set(forms) == {DEFAULT_FORM} else forms)
+        variants = tuple(
+            replace(variant, window=None) if (variant.window or 0) >= self.max_positions
+            else variant for variant in self.attention)
+        if set(variants) == {DEFAULT_VARIANT}:
+            variants = ()
+        object.__setattr__(self, "attention", variants)
         for rope in self.ropes:
             rotary = rope.rotary_dim
             if rotary % 2 or not 2 <= rotary <= self.head_dim:
@@ -275,9 +278,9 @@ class ModelConfig:
         """Return the index in `ropes` of a decoder layer."""
         return int(self.local_layers[layer]) if self.local_layers else 0
 
-    def form(self, layer: int) -> AttentionForm:
-        """Return the form of attention of a decoder layer."""
-        return self.attention[layer] if self.attention else DEFAULT_FORM
+    def attention_variant(self, layer: int) -> AttentionVariant:
+        """Return the variant of attention of a decoder layer."""
+        return self.attention[layer] if self.attention else DEFAULT_VARIANT
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a decoder layer has experts in place of an MLP."""

@@ -60,7 +60,7 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
         raise UserError("a stream has no prompt of which ratios could be: give heavy_tokens and "
                         "recent_tokens (--num-window-length)")
     if evicts and not h2o.evict_generated:
-        raise UserError("a stream has no end, and what is generated has to go too: leave "
+        raise UserError("a stream has no end, so generated tokens must be evicted too: leave "
                         "evict_generated (--hh-all) on")
     if max_tokens is None and (not evicts or h2o.simulate):
         raise UserError("a full cache grows with the text: give max_tokens, or an evicting cache")
@@ -157,11 +157,11 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
         advice = ", or let positions roll with the cache (--enable-position-rolling)"
         if rolls:
             # Positions are ranks in the cache; new tokens have positions after the slots.
-            beside = min(length, h2o.prompt_chunk) if h2o.prompt_chunk else 1
+            chunk = min(length, h2o.prompt_chunk) if h2o.prompt_chunk else 1
             with_windows = add_windows(h2o, config.attention)
             cached = max(num_cached(with_windows, layer, length, new_tokens - 1)
                          for layer in range(config.num_layers))
-            num_positions = min(num_positions, beside + cached)
+            num_positions = min(num_positions, chunk + cached)
             advice = ", or lower the budget"
     if num_positions > limit:
         raise UserError(f"{prompt} of {length} tokens and {new_tokens} new ones exceed the model's "

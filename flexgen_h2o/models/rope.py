@@ -258,7 +258,7 @@ def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype,
 
     Notes
     -----
-    The scalings are those of transformers' modeling_rope_utils.py.
+    The scalings are as in transformers' modeling_rope_utils.py.
     """
     if lengths is not None:
         lengths = lengths.maximum(positions + 1)

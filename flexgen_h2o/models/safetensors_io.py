@@ -1,8 +1,8 @@
 """The safetensors format: strict parsing of headers, and writing tensor by tensor.
 
 The safetensors library returns tensors, not offsets, and reads through mmap, whose resident pages
-count beside the copy. The engine streams weights from the checkpoint's bytes and needs offsets. A
-file is 8 bytes of header length, a JSON header, and the data.
+count in addition to the copy. The engine streams weights from the checkpoint's bytes and needs
+offsets. A file is 8 bytes of header length, a JSON header, and the data.
 Source: https://github.com/huggingface/safetensors#format
 """
 

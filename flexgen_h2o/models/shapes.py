@@ -1,7 +1,7 @@
 """The config.json of published models, with the keys of transformers 5.
 
 `registry.from_transformers` reads them like any other config.json. They are enough for the memory
-plan and for `--path _DUMMY_`. Values are from huggingface.co, those of OPT-175B from the OPT paper
+plan and for `--path _DUMMY_`. Values are from huggingface.co, OPT-175B's from the OPT paper
 (arXiv 2205.01068, table 1).
 """
 

@@ -64,10 +64,10 @@ def recall_seconds(rates: ComputeRates | HostAttentionRates, recall: RecallRates
         The key index of one KV head.
     """
     heads, rate = tokens.kv_heads, rates.decode_attention[16]
-    scanned = recall.index_work * heads * tokens.cached * index.tile_bytes / INDEX_TILE
+    scanned = recall.index_cost * heads * tokens.cached * index.tile_bytes / INDEX_TILE
     selected = tokens.selected * tokens.record
-    return (recall.calls * heads * rates.head_seconds
-            + (scanned + (recall.apart - 1) * selected) / rate
+    return (recall.call_overhead * heads * rates.head_seconds
+            + (scanned + (recall.gather_cost - 1) * selected) / rate
             + selected * seconds_per_byte(rates, cache))
 
 
@@ -97,13 +97,14 @@ def fit_recall_rates(rates: ComputeRates | HostAttentionRates,
     """
     (short, first), (long, second), (longest, third) = times
     rate = rates.decode_attention[16]
-    apart = max(MIN_RATIO,
-                (third - second) * rate / ((longest.selected - long.selected) * longest.record))
+    more_bytes = (longest.selected - long.selected) * longest.record
+    gather_cost = max(MIN_RATIO, (third - second) * rate / more_bytes)
     scanned = (long.cached - short.cached) * long.kv_heads * index.tile_bytes / INDEX_TILE
-    scan = (second - first) * rate - apart * (long.selected - short.selected) * long.record
-    fitted = RecallRates(index_work=max(MIN_RATIO, scan / scanned), apart=apart, calls=0)
+    scan = (second - first) * rate - gather_cost * (long.selected - short.selected) * long.record
+    fitted = RecallRates(max(MIN_RATIO, scan / scanned), gather_cost, call_overhead=0)
     remainder = first - recall_seconds(rates, fitted, short, index=index, cache=CacheOptions())
-    return replace(fitted, calls=max(MIN_RATIO, remainder / (short.kv_heads * rates.head_seconds)))
+    overhead = remainder / (short.kv_heads * rates.head_seconds)
+    return replace(fitted, call_overhead=max(MIN_RATIO, overhead))
 
 
 def disk_read_ratio(recall: RecallRates, tokens: RecalledTokens) -> float:
@@ -122,7 +123,7 @@ def missing_tokens(recall: RecallRates, tokens: RecalledTokens) -> float:
     set, and are 0 where it holds all.
     """
     share = min(max(tokens.held, 1) / tokens.cached, 1)
-    return recall.missed * tokens.selected * (1 - share) ** 1.5 / math.sqrt(share)
+    return recall.miss_factor * tokens.selected * (1 - share) ** 1.5 / math.sqrt(share)
 
 
 def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> tuple[float, float]:
@@ -173,7 +174,7 @@ class CacheCosts:
         seconds = 0.0
         for layer in range(model.num_layers):
             # Pairs of a query and a key that it attends to.
-            seen = min(self._prompt, model.form(layer).window or self._prompt)
+            seen = min(self._prompt, model.attention_variant(layer).window or self._prompt)
             pairs = seen * (seen + 1) / 2 + (self._prompt - seen) * seen
             size = budget(run.cache.h2o, layer, run.workload.prompt_len)
             scored = size is not None and size.heavy > 0
@@ -238,7 +239,7 @@ class CacheCosts:
                     + self._sequences * model.num_kv_heads * hardware.fetch_head_seconds)
         if run.recalls_from_disk:
             nbytes, written = self._sequences * self._selective_reads()[0], new
-            batch_seconds = hardware.recall.fetching * hardware.compute.layer_seconds
+            batch_seconds = hardware.recall.fetch_overhead * hardware.compute.layer_seconds
             fetching = run.group_batches * batch_seconds
         cost.add(COMPUTE, fetching, ("cache", "disk"))
         cost.load("cache", nbytes, ("disk",))

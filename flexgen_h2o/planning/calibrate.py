@@ -140,13 +140,13 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
     """Measure this machine with the engine's own operations, in its default dtype.
 
     It takes about half a minute and at most 2.5 GB of memory on a CPU. A scratch file of
-    `sizes.scratch` bytes is removed at the end. Parameters and errors are those of
+    `sizes.scratch` bytes is removed at the end. Parameters and errors are as in
     `load_or_calibrate`; `sizes` default to those that suit the device.
     """
     sizes = sizes or Sizes.for_device(device)
     dtype = measured_dtype(device)
     rates = Rates(device, dtype, sizes)
-    links, beside = _links(rates, device, offload_dir, progress)
+    links, slowdowns = _links(rates, device, offload_dir, progress)
     compute = _compute(rates, progress)
     host_attention = None
     if device.separate:
@@ -156,7 +156,7 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
     recall = recall_rates(host_attention or compute, dtype, sizes)
     recall = replace(recall, **{name: _figure(getattr(recall, name)) for name in RECALL_FIGURES})
     return Hardware(name=_name(device), links=links, compute=compute, recall=recall,
-                    host_attention=host_attention, **beside, **_memory(device, offload_dir))
+                    host_attention=host_attention, **slowdowns, **_memory(device, offload_dir))
 
 
 def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progress: Note
@@ -171,16 +171,16 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
         measured: tuple[float, ...] = (disk_read_rate(scratch, nbytes=sizes.scratch), written)
         progress("disk and matmuls at once")
         names = ("interference", "read_interference")
-        beside: dict[str, Any] = dict(
+        slowdowns: dict[str, Any] = dict(
             zip(names, map(_figure, rates.interference(scratch)), strict=True))
         if not device.separate:
             progress("cache on disk")
             names = ("fetch_seconds", "fetch_head_seconds")
-            beside |= zip(names, map(_figure, fetch_rates(device, scratch)), strict=True)
+            slowdowns |= zip(names, map(_figure, fetch_rates(device, scratch)), strict=True)
     if device.separate:
         progress("copies between host and GPU")
         measured = (*measured, *copy_rates(device, nbytes=sizes.copied))
-    return _figures(dict(zip(LINKS, measured, strict=False))), beside
+    return _figures(dict(zip(LINKS, measured, strict=False))), slowdowns
 
 
 def _compute(rates: Rates, progress: Note) -> ComputeRates:

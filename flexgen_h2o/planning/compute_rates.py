@@ -1,7 +1,7 @@
 """Measure the compute rates of a device with the engine's own operations.
 
 Weights and caches are random, and are cycled through copies that exceed the processor caches.
-Outputs are reused. A rate is what a run gets on this machine under the same load.
+Outputs are reused. Rates include the load of other processes, as a run does.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ MIN_SECONDS = 1e-9
 """Lower bound of a difference of times, which noise could make negative."""
 
 MIN_CALLS, MAX_CALLS = 7, 200
-"""Fewest and most samples of a measurement."""
+"""Minimum and maximum number of samples of a measurement."""
 
 PATIENCE = 8
-"""Factor of the time spent on a difference, which is small beside its operands."""
+"""Factor of the time spent on a difference, which is small compared with its operands."""
 
 
 class Timer:

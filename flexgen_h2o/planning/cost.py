@@ -304,15 +304,17 @@ class _LayerStepCosts:
         for tier in ("disk",) if run.computes_experts_on_host else ("cpu", "disk"):
             share = shares[TIERS.index(tier)]
             last = sum(shares[: TIERS.index(tier) + 1]) if share else 1.0
-            touched = run.touched(sequences, tokens, last - (share or 1.0), last) / (share or 1.0)
-            cost.load("weights", nbytes * touched, (tier,))
+            share = share or 1.0
+            first = 0.0 if run.stored_experts[1] else last - share  # a pool misses any of them
+            cost.load("weights", nbytes * run.touched(sequences, tokens, first, last) / share,
+                      (tier,))
 
     def _compute_experts(self, cost: CostAccumulator, tokens: float) -> None:
         """Add the matmuls with the experts that `tokens` tokens of each sequence choose.
 
-        The host's matmuls beside a GPU are not measured. It is taken to read weights as fast as
-        attention reads a cache, and to multiply `READ_ROWS` rows with an expert in the time of
-        reading it.
+        The host's matmuls on a machine with a GPU are not measured. The host is assumed to read
+        weights as fast as attention reads a cache, and to multiply `READ_ROWS` rows with an expert
+        in the time of reading it.
         """
         run, experts = self._run, self._model.experts
         if experts is None:

@@ -90,9 +90,9 @@ class ComputeRates:
 
 @dataclass(frozen=True)
 class HostAttentionRates:
-    """Rates of attention on the host's CPU beside a GPU, over a cache in host memory.
+    """Rates of attention on the CPU of a machine with a GPU, over a cache in host memory.
 
-    Attributes are those of `ComputeRates`. Transfers to and from the GPU are not included.
+    Attributes are as in `ComputeRates`. Transfers to and from the GPU are not included.
     """
 
     decode_attention: Mapping[int, float]
@@ -109,27 +109,26 @@ class RecallRates:
 
     Attributes
     ----------
-    index_work : float
+    index_cost : float
         Time per byte of the key index over time per byte of a 16-bit cache. The index is read
         sequentially, but a byte has two or four quantized values.
-    apart : float
+    gather_cost : float
         Time to read a selected key or value over time to read it sequentially: no hardware prefetch
         helps.
-    calls : float
-        Overhead of a recalled attention over `head_seconds`: index, select and attend are separate
-        calls.
-    missed : float
+    call_overhead : float
+        Overhead per KV head over `head_seconds`: index, select and attend are separate calls.
+    miss_factor : float
         Factor m of the miss rate m * (1 - s) ** 1.5 / s ** 0.5, where s is the share of a cache's
         tokens in the hot set.
-    fetching : float
+    fetch_overhead : float
         Overhead per layer and GPU batch of reads from disk, over `layer_seconds`.
     """
 
-    index_work: float = 1.5
-    apart: float = 3
-    calls: float = 2.5
-    missed: float = 0.035
-    fetching: float = 5
+    index_cost: float = 1.5
+    gather_cost: float = 3
+    call_overhead: float = 2.5
+    miss_factor: float = 0.035
+    fetch_overhead: float = 5
 
 
 @dataclass(frozen=True)
@@ -144,10 +143,10 @@ class Hardware:
     cpu_bytes, disk_bytes : int
         Host memory and disk space that a run may use.
     links : mapping of str to float
-        Bytes per second of each of `trace.LINKS`; without a GPU only those of the disk.
+        Bytes per second of each of `trace.LINKS`; without a GPU only the links of the disk.
     compute : ComputeRates
     host_attention : HostAttentionRates or None
-        Beside a GPU.
+        Only on a machine with a GPU.
     interference : float
         Slowdown of overlapping work: the busiest resource takes longer by this share, 0 to 1, of
         the time of the others.
@@ -198,8 +197,14 @@ _FIGURES = {
 }
 """YAML key of a scalar of `ComputeRates`: its field, and the unit."""
 
-RECALL_FIGURES = ("index_work", "apart", "calls")
+RECALL_FIGURES = ("index_cost", "gather_cost", "call_overhead")
 """Fields of `RecallRates` that are measured."""
+
+_EARLIER_NAMES = {
+    "compute": {"bound_layer_microseconds": "captured_layer_microseconds"},
+    "recall": {"index_work": "index_cost", "apart": "gather_cost", "calls": "call_overhead"},
+}
+"""Section to the keys that earlier versions wrote, and their names."""
 
 _Size = Annotated[float, Meta(ge=0.001, le=1e18)]
 _Rate = Annotated[float, Meta(ge=1e-9, le=1e9)]
@@ -234,7 +239,7 @@ class _ComputeEntries(StrictStruct, frozen=True):
     rounded_linear_seconds_per_billion_weights: dict[
         Literal[INTEGER_BITS], dict[_Rows, _Rate]] = msgspec.field(default_factory=dict)
     linear_roofline: _Roofline | None = None
-    bound_layer_microseconds: _Rate | None = None
+    captured_layer_microseconds: _Rate | None = None
     query_nanoseconds: mapping_of(("plain", "scored"), _Rate) | None = None
     caching_seconds_per_billion: mapping_of(BITS, _Rate) | None = None
     implementations: _AutotuneTable = _AutotuneTable()
@@ -290,7 +295,7 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
         The file cannot be read, or a key is unknown, missing or out of range; the message names the
         file and the key.
     """
-    file = validate(_Machine, read_yaml("hardware file", path), str(path))
+    file = validate(_Machine, _with_current_names(read_yaml("hardware file", path)), str(path))
     validate(mapping_of(LINKS if file.gpu_gb else HOST_LINKS, _Rate), file.links_gb_per_s,
               f"{path}: links_gb_per_s")
     host = file.host_attention
@@ -311,6 +316,16 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
     )
 
 
+def _with_current_names(document: object) -> object:
+    """Return the content of a hardware file without the key names of earlier versions."""
+    if not isinstance(document, dict):
+        return document
+    sections = {section: {names.get(key, key): value for key, value in document[section].items()}
+                for section, names in _EARLIER_NAMES.items()
+                if isinstance(document.get(section), dict)}
+    return document | sections
+
+
 def _compute(file: _ComputeEntries) -> ComputeRates:
     table, rates = file.linear_seconds_per_billion_weights, file.linear_roofline
     return ComputeRates(
@@ -319,8 +334,8 @@ def _compute(file: _ComputeEntries) -> ComputeRates:
         prefill_attention=_from_units(TERA, file.prefill_attention_tflop_per_s),
         decode_attention=_from_units(GB, file.decode_attention_gb_per_s),
         **{figure: _rounded(getattr(file, key) * unit) for key, (figure, unit) in _FIGURES.items()},
-        captured_layer_seconds=file.bound_layer_microseconds and _rounded(
-            file.bound_layer_microseconds * MICRO),
+        captured_layer_seconds=file.captured_layer_microseconds and _rounded(
+            file.captured_layer_microseconds * MICRO),
         query_seconds=_from_units(NANO, file.query_nanoseconds or {}),
         caching=_from_units(1, file.caching_seconds_per_billion or {}),
         implementations={name: by_bits for name, by_bits in asdict(file.implementations).items()
@@ -350,7 +365,7 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
             "decode_attention_gb_per_s": _to_units(compute.decode_attention, GB),
             **{key: _rounded(getattr(compute, field) / unit)
                for key, (field, unit) in _FIGURES.items()},
-            **({"bound_layer_microseconds": _rounded(compute.captured_layer_seconds / MICRO)}
+            **({"captured_layer_microseconds": _rounded(compute.captured_layer_seconds / MICRO)}
                if compute.captured_layer_seconds else {}),
             **({"query_nanoseconds": _to_units(compute.query_seconds, NANO)}
                if compute.query_seconds else {}),

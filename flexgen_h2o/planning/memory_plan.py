@@ -21,7 +21,7 @@ from flexgen_h2o.files import terminal
 from flexgen_h2o.metrics.report import format_bytes
 from flexgen_h2o.metrics.trace import GB
 from flexgen_h2o.planning.memory_rows import WEIGHT_ROWS, MemoryRow, plan_rows
-from flexgen_h2o.planning.planned_run import PlannedRun
+from flexgen_h2o.planning.planned_run import DraftModel, PlannedRun
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_heap_bytes, free_memory
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ def memory_plan(
     weights: WeightOptions = _PLAIN_WEIGHTS,
     stage: Stage | None = None,
     groups: int = 1,
+    draft: DraftModel | None = None,
 ) -> MemoryPlan:
     """Make the memory plan of a run.
 
@@ -179,8 +180,11 @@ def memory_plan(
         The pipeline stage that is planned.
     groups : int
         Groups of a block's batches in the pipeline.
+    draft : DraftModel, optional
+        The policy's draft model.
     """
-    run = PlannedRun(model, policy, workload, itemsize, has_gpu, writes_weights, cache, weights)
+    run = PlannedRun(model, policy, workload, itemsize, has_gpu, writes_weights, cache, weights,
+                     draft=draft)
     return MemoryPlan(run if stage is None else run.of_stage(stage, groups))
 
 
@@ -216,14 +220,14 @@ class MemoryCheck:
         Upper bounds of the bytes that count as free, for the tiers `cpu` and `gpu`.
     device_bytes : callable () -> int or None
         Returns the free bytes of a separate device; None where compute memory is host memory.
-    stage, groups : Stage or None, int
+    stage, groups, draft : Stage or None, int, DraftModel or None
         See `memory_plan`.
     """
 
     def __init__(self, model: ModelConfig, weights: WeightOptions, *, itemsize: int,
                  writes_weights: bool, offload_dir: str, max_bytes: Mapping[str, int | None],
                  device_bytes: Callable[[], int | None], stage: Stage | None = None,
-                 groups: int = 1):
+                 groups: int = 1, draft: DraftModel | None = None):
         self._model = model
         self._weights = weights
         self._itemsize = itemsize
@@ -231,7 +235,7 @@ class MemoryCheck:
         self._offload_dir = offload_dir
         self._max_bytes = max_bytes
         self._device_bytes = device_bytes
-        self._stage, self._groups = stage, groups
+        self._stage, self._groups, self._draft = stage, groups, draft
 
     def check_fits(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
                    loaded_bytes: int | None, show: bool = False) -> None:
@@ -276,7 +280,7 @@ class MemoryCheck:
         plan = memory_plan(self._model, policy, workload, itemsize=self._itemsize,
                            has_gpu=device_free is not None, writes_weights=self._writes_weights,
                            cache=cache, weights=self._weights, stage=self._stage,
-                           groups=self._groups)
+                           groups=self._groups, draft=self._draft)
         limits = free_memory(self._offload_dir, device_free)
         if loaded_bytes is not None:
             limits = plan.before_loading(limits, free_heap=free_heap_bytes(loaded_bytes))

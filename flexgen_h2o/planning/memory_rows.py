@@ -1,6 +1,6 @@
 """The rows of the memory plan: bytes of each kind of data on each tier. No torch.
 
-Scratch memory counts once, for the layer step that needs most.
+Scratch memory counts once, for the layer step that needs the most.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _attention_scratch(run: PlannedRun) -> int:
         prefill += tokens * token * (4 if run.evicts_chunks else 1)
     max_slots = num_slots + SLOT_TILE
     decode = 4 * tasks * (max_slots + 2 * model.head_dim)
-    if cache.recalls and run.has_gpu:  # logits of the query heads, their weights, what is chosen
+    if cache.recalls and run.has_gpu:  # logits of the query heads, their weights, selected keys
         numbers = 4 * (model.num_heads + 2 * model.num_kv_heads)
         decode += load.gpu_batch_size * num_slots * numbers
     return max(prefill, decode, _sparse_attention_scratch(run) if cache.attn_sparsity < 1 else 0)
@@ -132,7 +132,7 @@ def _sparse_attention_scratch(run: PlannedRun) -> int:
     # Keys, and then values, in float32; twice more for quantized values and their dequantization.
     vector = 4 * model.kv_size
     unpacked = vector * (1 if cache.bits == 16 else 3)
-    # Selected values also as stored, and copied beside the new token's.
+    # Selected values also as stored, and copied next to the new token's.
     record = kv_entry_bytes(cache, model, run.itemsize) // 2
     selected = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
     # Logits, masked, with the new token's, and as weights; sorting takes 64 bits twice.
@@ -163,7 +163,8 @@ def _matmul_scratch(run: PlannedRun) -> int:
     return 4 * (panel + (os.cpu_count() or 1) * thread)
 
 
-WEIGHT_ROWS = ("weights", "embeddings", "weight buffers", "experts", "expert slots")
+WEIGHT_ROWS = ("weights", "embeddings", "weight buffers", "experts", "expert slots",
+               "draft model")
 """Rows that are allocated once the model is loaded."""
 
 
@@ -179,11 +180,20 @@ class MemoryRow:
 
 def plan_rows(run: PlannedRun) -> tuple[MemoryRow, ...]:
     """Return the memory plan of a run. Without a GPU the gpu tier is counted as host memory."""
+    draft = run.draft_run
+    scratch = max(scratch_bytes(run), 0 if draft is None else scratch_bytes(draft))
     rows = (*_weight_rows(run), *_cache_rows(run), *_activation_rows(run),
-            MemoryRow("workspace", scratch_bytes(run)))
+            *(() if draft is None else _draft_rows(draft)), MemoryRow("workspace", scratch))
     if run.has_gpu:
         return rows
     return tuple(MemoryRow(row.name, 0, row.gpu + row.cpu, row.disk) for row in rows)
+
+
+def _draft_rows(draft: PlannedRun) -> Iterator[MemoryRow]:
+    """Yield the weights of a draft model, and the caches and hidden states of its texts."""
+    for name, rows in (("draft model", _weight_rows(draft)),
+                       ("draft cache", chain(_cache_rows(draft), _activation_rows(draft)))):
+        yield MemoryRow(name, sum(row.gpu + row.cpu for row in rows))
 
 
 def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
@@ -241,14 +251,14 @@ def _shard_bytes(run: PlannedRun, *, head: bool) -> int:
 
 
 def _expert_rows(run: PlannedRun) -> Iterator[MemoryRow]:
-    """Yield the experts as placed, and the slots that experts are loaded into."""
-    _, placement = run.weight_placements
+    """Yield the experts as they are stored, and the slots that experts are loaded into."""
+    placement, _ = run.stored_experts
     gpu, cpu, disk = (int(run.num_experts * run.expert_bytes * share)
                       for share in placement.fractions())
     yield MemoryRow("experts", gpu, cpu, disk if run.writes_weights else 0)
     slots = run.expert_slots * run.slot_bytes
     host = slots if run.has_gpu and placement.disk > 0 else 0
-    if run.computes_experts_on_host:  # what comes down, what goes up, and one expert's own
+    if run.computes_experts_on_host:  # activations to the host and back, and one expert's own
         host += moe_scratch(run)
     yield MemoryRow("expert slots", slots, host)
 

@@ -133,7 +133,7 @@ def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits
     Raises
     ------
     UserError
-        Nothing fits; the message says what is missing.
+        Nothing fits; the message names the memory that is missing.
     """
     layers = math.ceil(request.model.num_layers / ranks)
     part = replace(request, model=request.model.slice_layers(0, layers), groups=ranks)

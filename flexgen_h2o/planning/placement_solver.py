@@ -108,28 +108,27 @@ class PlacementSolver:
         return best and self._add_expert_slots(self._drop_slow_tiers(best))
 
     def _add_expert_slots(self, run: PlannedRun) -> PlannedRun:
-        """Return the run with half of the experts in compute memory turned into cache slots.
+        """Return the run with half of the experts on a GPU turned into slots for host memory's.
 
         This is for small batches, which choose less than half of a layer's experts at a time: slots
         adapt to the experts that the text needs. If all experts were chosen equally often, it would
-        change nothing.
+        change nothing. Experts on disk share one pool in any case (`pool_experts`).
         """
         experts, policy, num_experts = run.model.experts, run.policy, run.num_experts
-        if (experts is None or policy.expert_slots is not None or not run.expert_slots
-                or run.computes_experts_on_host
+        if (experts is None or policy.expert_slots is not None or not run.has_gpu
+                or not policy.experts.cpu or run.computes_experts_on_host
                 or run.touched(run.sequences, 1) > experts.count / 2):
             return run
         surplus = num_experts * policy.experts.gpu / 100 - run.expert_slots
-        for target in self._tiers[1:]:
-            percent = int(100 * surplus / 2 / num_experts)
-            while percent > 0:
-                added = int(percent / 100 * num_experts * run.expert_bytes / run.slot_bytes)
-                with_slots = replace(run, policy=replace(
-                    policy, experts=_shift(policy.experts, "gpu", target, percent),
-                    expert_slots=run.expert_slots + added))
-                if self._fits(with_slots):
-                    return with_slots
-                percent //= 2
+        percent = int(100 * surplus / 2 / num_experts)
+        while percent > 0:
+            added = int(percent / 100 * num_experts * run.expert_bytes / run.slot_bytes)
+            with_slots = replace(run, policy=replace(
+                policy, experts=_shift(policy.experts, "gpu", "cpu", percent),
+                expert_slots=run.expert_slots + added))
+            if self._fits(with_slots):
+                return with_slots
+            percent //= 2
         return run
 
     def _hill_climb(self, run: PlannedRun) -> PlannedRun:

@@ -17,13 +17,13 @@ import numpy as np
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import add_windows
 from flexgen_h2o.config.layers import ExpertChoices
-from flexgen_h2o.config.limits import CHUNK_ROWS
+from flexgen_h2o.config.limits import CHUNK_ROWS, DRAFT_CHUNK
 from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.h2o.budget import budget, num_slots
-from flexgen_h2o.storage.placement import place_experts
+from flexgen_h2o.storage.placement import place_experts, pool_experts
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig, PartShapes
@@ -39,9 +39,9 @@ class ExpertUse:
 
     It has two parameters. First, some experts are chosen more often than others. Second, a text
     reuses its experts: t successive tokens choose as many distinct experts as ``t ** locality``
-    independent tokens. Few texts cannot tell these apart. Frequencies are therefore shrunk towards
-    equal ones, by the share of their variance that texts of equal frequencies would also have
-    (James and Stein, 1961).
+    independent tokens. With few texts the two effects cannot be separated. Frequencies are
+    therefore shrunk towards equal ones, by the share of their variance that texts of equal
+    frequencies would also have (James and Stein, 1961).
 
     Attributes
     ----------
@@ -75,8 +75,8 @@ class ExpertUse:
         self.frequencies = weight * self._counted + (1 - weight) * self._alike
         self.locality = 1.0
         if self._length >= 2:
-            alike = _inverse(self.touched, self._of_text)
-            self.locality = min(max(math.log(max(alike, 1.0)) / math.log(self._length),
+            equal = _inverse(self.touched, self._of_text)
+            self.locality = min(max(math.log(max(equal, 1.0)) / math.log(self._length),
                                     _MIN_LOCALITY), 1.0)
 
     def independent(self, tokens: float) -> float:
@@ -153,6 +153,14 @@ def _inverse(touched: Callable[[float], float], experts: float) -> float:
 
 
 @dataclass(frozen=True)
+class DraftModel:
+    """A small model that drafts tokens, resident in memory, and the format of its weights."""
+
+    model: ModelConfig
+    weights: WeightOptions
+
+
+@dataclass(frozen=True)
 class PlannedRun:
     """A run whose memory and time are predicted.
 
@@ -174,6 +182,8 @@ class PlannedRun:
         The pipeline stage, if the run is the part of one rank.
     groups : int
         Groups of a block's batches in a pipeline.
+    draft : DraftModel or None
+        The policy's draft model.
     """
 
     model: ModelConfig
@@ -186,6 +196,7 @@ class PlannedRun:
     weights: WeightOptions = WeightOptions()
     stage: Stage | None = None
     groups: int = 1
+    draft: DraftModel | None = None
 
     def __post_init__(self) -> None:
         h2o = add_windows(self.cache.h2o, self.model.attention)
@@ -205,6 +216,15 @@ class PlannedRun:
                        groups=min(groups, self.workload.num_gpu_batches),
                        model=self.model.slice_layers(stage.first, stage.last),
                        cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
+
+    @property
+    def draft_run(self) -> PlannedRun | None:
+        """The run of the draft model, which has the texts of a block one by one."""
+        if self.draft is None:
+            return None
+        load = replace(self.workload, gpu_batch_size=1, num_gpu_batches=self.sequences)
+        return PlannedRun(self.draft.model, Policy(prefill_chunk=DRAFT_CHUNK), load, self.itemsize,
+                          self.has_gpu, False, CacheOptions(), self.draft.weights)
 
     @property
     def is_first_stage(self) -> bool:
@@ -242,6 +262,11 @@ class PlannedRun:
         return place_experts(others, self.num_experts * self.expert_bytes, self.policy.weights,
                              self.policy.experts)
 
+    @property
+    def stored_experts(self) -> tuple[Placement, float]:
+        """Where experts are stored, and the share of them in the pool: see `pool_experts`."""
+        return pool_experts(self.weight_placements[1], self.has_gpu)
+
     def touched(self, sequences: float, tokens: float, first: float = 0.0, last: float = 1.0
                 ) -> float:
         """Return the expected number of experts per layer that are chosen.
@@ -271,7 +296,7 @@ class PlannedRun:
     @property
     def offloaded_experts(self) -> float:
         """Experts of all layers that have to be loaded into compute memory."""
-        _, cpu, disk = self.weight_placements[1].fractions()
+        _, cpu, disk = self.stored_experts[0].fractions()
         loads_host = self.has_gpu and not self.policy.cpu_expert_compute
         return self.num_experts * (disk + (cpu if loads_host else 0))
 
@@ -287,7 +312,7 @@ class PlannedRun:
         if experts is None:
             return 0
         return experts.slots(self.sequences, math.ceil(self.offloaded_experts),
-                             self.policy.expert_slots)
+                             self.policy.expert_slots, self.stored_experts[1])
 
     @property
     def slot_bytes(self) -> int:

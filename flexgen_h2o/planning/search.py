@@ -23,7 +23,7 @@ from flexgen_h2o.planning.cost import Estimate, estimate
 from flexgen_h2o.planning.hardware import BILLION, ComputeRates, Hardware, HostAttentionRates
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.placement_solver import PlacementSolver
-from flexgen_h2o.planning.planned_run import PlannedRun
+from flexgen_h2o.planning.planned_run import DraftModel, PlannedRun
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -68,6 +68,8 @@ class PlanRequest:
         block, which has one sequence unless batch sizes are given.
     groups : int
         Groups of a block's batches in a pipeline, each of which loads the weights again.
+    draft : DraftModel or None
+        The policy's draft model.
     """
 
     model: ModelConfig
@@ -83,6 +85,7 @@ class PlanRequest:
     written_bits: frozenset[int | str] = frozenset()
     goal: str = "throughput"
     groups: int = 1
+    draft: DraftModel | None = None
 
     @property
     def max_sequences(self) -> float:
@@ -166,7 +169,7 @@ def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> li
     Raises
     ------
     UserError
-        Nothing fits; the message says what is missing.
+        Nothing fits; the message names the memory that is missing.
     """
     solvers = [solver for run in _prune_options(hardware, request, limits)
                for solver in _candidate_solvers(hardware, request, run, limits)]
@@ -199,7 +202,8 @@ def _options(hardware: Hardware, request: PlanRequest) -> Iterator[PlannedRun]:
             for host in on_host:
                 policy = replace(request.policy, cpu_cache_compute=host)
                 yield PlannedRun(request.model, policy, load, request.itemsize, hardware.has_gpu,
-                                 weights.weight_bits in request.written_bits, cache, weights)
+                                 weights.weight_bits in request.written_bits, cache, weights,
+                                 draft=request.draft)
 
 
 def _prune_options(hardware: Hardware, request: PlanRequest, limits: MemoryLimits
@@ -363,7 +367,7 @@ def ideal_hardware(hardware: Hardware, mxfp4: bool = False) -> Hardware:
     return replace(
         hardware, interference=0.0, read_interference=0.0, fetch_seconds=0.0,
         fetch_head_seconds=0.0,
-        recall=replace(hardware.recall, index_work=1, apart=1),
+        recall=replace(hardware.recall, index_cost=1, gather_cost=1),
         compute=ComputeRates(linear=linear, rounded_linear=rounded_linear,
                              prefill_attention=dict.fromkeys(compute.prefill_attention, flops),
                              decode_attention=dict.fromkeys(compute.decode_attention, bandwidth),

@@ -83,7 +83,7 @@ def free_heap_bytes(resident: int) -> int:
     except (AttributeError, OSError, TypeError):
         return 0
     mallinfo.restype = _MallocInfo
-    # `fordblks` includes what the allocator has returned to the system.
+    # `fordblks` includes memory that the allocator has returned to the system.
     return min(mallinfo().fordblks, max(0, resident_bytes() - resident))
 
 

@@ -41,7 +41,7 @@ def disk_read_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS)
     path : Path
         A file, of at least a page.
     nbytes : int
-        Bytes to read, at most those of the file.
+        Bytes to read, at most the size of the file.
     workers : int
         Number of requests in flight.
     """
@@ -90,7 +90,7 @@ def disk_beside(path: Path, work: Callable[[], object], *, nbytes: int = 1 << 30
     Returns
     -------
     list of (float, float, int)
-        For each repetition: seconds of the read alone, seconds of the read beside `work`, and how
+        For each repetition: seconds of the read alone, seconds of the read during `work`, and how
         often `work` was done during the latter.
     """
     nbytes = min(nbytes, path.stat().st_size) // PAGE * PAGE

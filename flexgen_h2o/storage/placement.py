@@ -130,6 +130,18 @@ def place_experts(dense_bytes: int, experts: int, placement: Placement,
     return parts[0], parts[1]
 
 
+def pool_experts(placement: Placement, has_gpu: bool) -> tuple[Placement, float]:
+    """Return where experts are stored, and the share of them that compute memory has slots for.
+
+    Experts on disk and in compute memory are one pool: all are stored on disk, and slots for the
+    share in memory keep those that the text needs. Beside a GPU, experts in host memory would lose
+    by that: they take the place of others in slots, which would then be read from disk again.
+    """
+    if placement.disk == 0 or has_gpu and placement.cpu > 0:
+        return placement, 0.0
+    return Placement(0, 0, 100), 1 - placement.fractions()[2]
+
+
 def split(count: int, placement: Placement) -> tuple[int, int, int]:
     """Split a number of sequences or rows into (gpu, cpu, disk) by largest remainder."""
     exact = [fraction * count for fraction in placement.fractions()]

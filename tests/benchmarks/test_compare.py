@@ -47,6 +47,7 @@ TWO = {"plain": {"baseline": "transformers_memory"},
     ({"systems": {"a": {"baseline": "ours", "cash_share": 1}}}, "unknown option 'cash_share'"),
     ({"repeats": 0}, ">= 1"),
     ({"scenarios": {"s": scenario(prompts="x.jsonl")}}, "prompt_len or prompts, one of them"),
+    ({"scenarios": {"s": scenario(most=8)}}, "scenario s: most is called max_batch"),
     ({"scenarios": {"s": scenario(systems=["other"])}}, "systems names 'other', which is none"),
 ])
 def test_invalid_comparison_configs_are_errors(bench, tmp_path, change, words):
@@ -82,7 +83,8 @@ class Fake:
         prompts, settings = job["prompts"], job["settings"]
         self.lengths.append((*set(map(len, prompts)), settings["gen_len"]))
         assert {settings["prompt_len"], settings["mean_prompt_len"]} == {len(prompts[0])}
-        if batch > answer.get("most", 1 << 20) or len(prompts[0]) > answer.get("longest", 1 << 20):
+        if (batch > answer.get("largest", 1 << 20)
+                or len(prompts[0]) > answer.get("longest", 1 << 20)):
             return {"status": "out of memory", "reason": "killed", "page_cache": "as it was"}
         if "status" in answer:
             return answer | {"page_cache": "as it was"}
@@ -135,8 +137,8 @@ def test_systems_alternate_and_rows_hold_medians(bench, tiny_model, tmp_path, mo
 
 
 def test_batch_search_stops_when_out_of_memory(bench, tiny_model, tmp_path):
-    rows, do = cells(bench, tiny_model, tmp_path, {"plain": {"most": 2}, "h2o": {}}, {"most": 8},
-                     repeats=1)
+    rows, do = cells(bench, tiny_model, tmp_path, {"plain": {"largest": 2}, "h2o": {}},
+                     {"max_batch": 8}, repeats=1)
     found = [(row["at"], row["system"], row["batch"], row["status"]) for row in rows]
     assert found == [
         ("search", "plain", "1", "ok"), ("search", "plain", "2", "ok"),

@@ -38,7 +38,7 @@ def fetched(request, monkeypatch) -> dict[str, object]:
     """
     if request.param == "disk":
         open_devices(monkeypatch, Device)
-        monkeypatch.setattr(PageLayout, "tokens", 5)
+        monkeypatch.setattr(PageLayout, "page_tokens", 5)
         monkeypatch.setattr(budget, "HOT_SET_FACTOR", 1)
         return {"cache": DISK, "fetch_chosen": True}
     open_devices(monkeypatch, LazyDevice)
@@ -54,7 +54,7 @@ OTHER_BLOCKS = {"gpu_batch_size": 2, "num_gpu_batches": 1, "refill_share": 0.01}
 def test_pages_keep_their_tokens():
     slots = SlotLayout(3, 64, torch.bfloat16)
     layout = page_layout(slots, 100)
-    assert (layout.tokens, layout.page_bytes, layout.rows) == (16, 4096, 7)
+    assert (layout.page_tokens, layout.page_bytes, layout.head_pages) == (16, 4096, 7)
     assert layout.sequence_bytes == 7 * 3 * 4096
     held = torch.randn(2, 3, 7 * 16, 64).bfloat16()
     buffer = torch.zeros(layout.sequence_bytes, dtype=torch.uint8)

@@ -575,8 +575,9 @@ def test_a_run_plans_first_and_saves_what_it_chose(here, capsys, tmp_path):
     assert not any("auto" in name for name in names)
 
 
-def test_planned_expert_slots_reach_the_run(here, capsys):
-    argv = ["--model", "Qwen3-30B-A3B", "--weight-bits", "4", "--memory-limit", "12GB"]
+@pytest.mark.parametrize(("slots", "given"), [((), None), (("--expert-slots", "50"), 50)])
+def test_planned_experts_reach_the_run(here, capsys, slots, given):
+    argv = ["--model", "Qwen3-30B-A3B", "--weight-bits", "4", "--memory-limit", "12GB", *slots]
     assert generate.main([*RUN, *argv, "--goal", "latency", "--no-log"]) == 0
     line = shown_flags(capsys.readouterr().out)
     (llm,) = FakeLLM.opened
@@ -584,7 +585,7 @@ def test_planned_expert_slots_reach_the_run(here, capsys):
     shown = parser.parse_args(line.split()).policy()
     assert shown.experts.gpu == pytest.approx(policy.experts.gpu, rel=1e-4)
     assert replace(shown, experts=policy.experts) == policy
-    assert policy.expert_slots > 100 and policy.experts.disk > 0
+    assert policy.expert_slots == given and 0 < policy.experts.disk < 100
 
 
 def test_prompts_bound_the_block(here, capsys):
@@ -682,6 +683,31 @@ def test_a_planned_gguf_prints_the_bits_that_were_given(tmp_path):
     for bits, shown in (({}, False), ({"weight_bits": 16}, True), ({"weight_bits": 8}, True)):
         plan = plan_of(tmp_path, GPU, path=None, model=str(source), prompt_len=9, **bits)
         assert ("--weight-bits" in plan.text) == shown, "what is printed runs the same"
+
+
+@pytest.mark.parametrize(("flags", "speculates"), [
+    ({}, True), ({"speculate": "none"}, False), ({"num_prompts": 64}, False),
+    ({"hh_ratio": 0.2}, True), ({"percent": (0, 0, 100, 0, 100, 0)}, False),
+    ({"model": "facebook/opt-1.3b"}, False), ({"model": "allenai/OLMoE-1B-7B-0924"}, False)])
+def test_a_plan_drafts_where_weights_come_from_disk(tmp_path, flags, speculates):
+    """For one dense sequence, unless flags say otherwise."""
+    few = replace(CPU, cpu_bytes=4 * GB, compute=roofline(20, 200))
+    flags = {"model": "facebook/opt-6.7b", "num_prompts": 1, "percent": "auto"} | flags
+    plan = plan_of(tmp_path, few, **flags)
+    assert (plan.config.speculate == "ngram") == speculates
+    assert ("--speculate ngram" in policy_flags(plan.best.run)) == speculates
+    assert (plan.best.run.policy.draft_tokens == 8) == speculates
+
+
+def test_a_plan_counts_the_time_and_memory_of_a_draft_model(tmp_path):
+    flags = {"model": "facebook/opt-6.7b", "percent": (0, 0, 100, 0, 100, 0), "gpu_batch_size": 1}
+    shares, hosts = [], []
+    for draft in ({"speculate": "ngram"}, {"draft_model": "facebook/opt-125m"},
+                  {"draft_model": "facebook/opt-1.3b"}):
+        plan = plan_of(tmp_path, replace(CPU, compute=roofline(20, 200)), **flags | draft)
+        shares.append(float(re.search(r"pays if more than ([\d.e+-]+) %", plan.text)[1]))
+        hosts.append(MemoryPlan(plan.best.run).total("cpu"))
+    assert shares == sorted(set(shares)) and hosts == sorted(set(hosts))
 
 
 @pytest.mark.parametrize("percent", ["auto", "0 100 100 0", "100 0 100 0"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from helpers.generation import make_prompts, transformers_tokens
 from helpers.internals import (
     before,
     before_reads,
+    experts_in_slots,
     hold_first_expert,
     slots_of_experts,
     watch_arrivals,
@@ -29,7 +31,7 @@ from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.engine import expert_slots
+from flexgen_h2o.engine import expert_counts, expert_slots
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.shapes import PUBLISHED
 from flexgen_h2o.planning.cost import estimate
@@ -64,6 +66,7 @@ POLICIES = [
     (DISK, 3, 1, 1, True),
     (DISK, 2, 3, 2, False),
     (MIXED, 4, 1, 5, True),
+    (Placement(90, 0, 10), 1, 2, 2, True),
     (MIXED, None, 2, 2, False),
 ]
 
@@ -110,8 +113,9 @@ def test_experts_in_host_memory_run_on_the_cpu(tiny_model, wanted, tmp_path, dev
                          num_gpu_batches=2, cpu_expert_compute=True, overlap=overlap,
                          prefill_chunk=chunk, offload_dir=tmp_path)
         assert got == expected
-        assert (stats.expert_loads > 0) == (experts is MIXED)
-        assert stats.expert_touches > stats.expert_hits + stats.expert_loads
+        assert (stats.expert_hits + stats.expert_loads > 0) == (experts is MIXED)
+        in_pool = device == "poisoned" and experts is MIXED
+        assert (stats.expert_touches == stats.expert_hits + stats.expert_loads) == in_pool
 
 
 def test_chunked_and_equal_prompts(tiny_model, wanted, tmp_path, monkeypatch):
@@ -220,6 +224,31 @@ def test_slots_keep_experts_across_calls(tiny_model, wanted, tmp_path):
                        gpu_batch_size=1, offload_dir=tmp_path)
     assert alone == expected[:1]
     assert stats.expert_guesses > 0
+    assert 0 < stats.expert_guess_hits <= stats.expert_guesses
+
+
+def test_slots_are_filled_by_counts_of_earlier_runs(tiny_model, wanted, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(expert_counts, "MIN_TOKENS", 1)
+    prompts, expected = wanted("qwen3_moe")
+
+    def run_once(**options):
+        with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32", offload_dir=tmp_path,
+                 policy=Policy(experts=DISK, expert_slots=7), **options) as llm:
+            held = experts_in_slots(llm)
+            outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+            assert [out.token_ids for out in outputs] == expected
+            return held, llm.stats
+
+    run_once(weight_cache=None)
+    cold, stats = run_once()
+    (file,) = (tmp_path / "cache").rglob("experts/*.json")
+    warm, _ = run_once()
+    assert warm == set(stats.expert_choices.ranked[:7]) != cold
+    assert sum(map(sum, json.loads(file.read_text()))) == 2 * sum(
+        map(sum, stats.expert_choices.counts))
+    file.write_text("[[1, 2")
+    assert run_once()[0] == cold, "a damaged file is ignored"
 
 
 def test_loaded_experts_are_one_group(tiny_model, tmp_path, monkeypatch):
@@ -502,16 +531,17 @@ def test_popular_experts_are_placed_in_faster_memory(skewed, tmp_path):
     prompts = make_prompts(97, [9, 4, 1, 12, 7])
     expected, counted = run(folder, prompts)
     choices = counted.expert_choices
-    places = Placement(30, 20, 50)
     with LLM(str(folder), dtype="float32", offload_dir=tmp_path,
-             policy=Policy(experts=places, expert_choices=choices)) as llm:
+             policy=Policy(experts=Placement(30, 70, 0), expert_choices=choices)) as llm:
         tiers = {key: weights_of(llm).tiers[next(iter(unit.specs.values())).name]
                  for key, unit in weights_of(llm).experts.items()}
     ranked = [tiers[key] for key in choices.ranked]
-    count = 64 * LAYERS
-    assert ranked == (["gpu"] * round(0.3 * count) + ["cpu"] * round(0.2 * count)
-                      + ["disk"] * (count // 2))
-    loads = []
+    fastest = round(0.3 * 64 * LAYERS)
+    assert ranked == ["gpu"] * fastest + ["cpu"] * (len(ranked) - fastest)
+    places, loads = Placement(30, 20, 50), []
+    with LLM(str(folder), dtype="float32", offload_dir=tmp_path, device="cpu",
+             policy=Policy(experts=places, expert_slots=6, expert_choices=choices)) as llm:
+        assert experts_in_slots(llm) == set(choices.ranked[: 64 * LAYERS // 2 + 6])
     for known in (choices, None):
         tokens, stats = run(folder, prompts, experts=places, expert_slots=6, overlap=False,
                             expert_choices=known, offload_dir=tmp_path)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.generation import make_prompts
 from helpers.internals import before_blocks, cache_of, junk_after_tokens, states_of
-from helpers.selection import full
-from helpers.tiny_tokenizers import with_words
-from hypothesis import given
+from helpers.selection import examples, full
+from helpers.tiny_tokenizers import with_bytes, with_words
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.cli.run_config import RunConfig
@@ -59,8 +61,10 @@ class Guess:
         coming = self._expected[request.key][len(request.generated):][:most]
         return [token if self._random.random() >= self._wrong else 3 for token in coming]
 
-    def forget(self, request):
+    def begin(self, request=None):
         pass
+
+    forget = close = begin
 
 
 DRAFTERS = {"right": 0.0, "wrong": 1.0, "mixed": 0.3, "ngram": None}
@@ -75,10 +79,27 @@ def speculative(policy: Policy, **changes) -> Policy:
 def draft_with(monkeypatch):
     """Let runs draft with this drafter, and never pause."""
     def set_drafter(drafter):
-        monkeypatch.setattr(Runner, "drafter", lambda self: drafter)
+        monkeypatch.setattr(Runner, "drafter", lambda self, max_tokens: drafter)
 
     monkeypatch.setattr(DraftAutotune, "length", 99)
     return set_drafter
+
+
+@pytest.fixture(scope="module")
+def drafter_of_llama(tiny_model):
+    """A model, and a drafter with it for texts of up to 40 tokens."""
+    tiny = tiny_model("llama")
+    with LLM(str(tiny.folder), dtype="float32",
+             policy=Policy(draft_model=str(tiny.folder))) as llm:
+        yield tiny.model, llm._engine.runner.drafter(40)
+
+
+def padded(folder: Path, target: Path, vocab_size: int) -> Path:
+    """Copy a model, with a vocabulary that ends with unused tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    model.save_pretrained(target)
+    return target
 
 
 def repetitive_prompts() -> list[list[int]]:
@@ -188,6 +209,80 @@ def test_a_sequence_ends_within_its_drafts(tiny_model, tmp_path, draft_with):
         assert "".join(text for text, _ in pieces) == out.text and len(pieces) == len(out.token_ids)
         assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "stop" in [out.finish_reason for out in outputs]
+
+
+@pytest.mark.parametrize("draft", ["llama", "mistral"])
+@pytest.mark.parametrize(("cache", "tier"), [
+    ("full, 4 bits", "memory"), ("h2o", "all on disk"), ("recall", "no overlap, chunks"),
+    ("rolling, sinks, 8 and 4 bits", "one batch, weights on disk"),
+    ("of the text, by layer", "cache on disk")])
+def test_tokens_do_not_depend_on_the_draft_model(tiny_model, tmp_path, monkeypatch, cache, tier,
+                                                 draft):
+    """Of the same model, whose drafts are often accepted, or of another one."""
+    monkeypatch.setattr(DraftAutotune, "length", 99)
+    folder, do_sample = tiny_model("llama").folder, len(cache + tier + draft) % 2 == 0
+    plain, _ = generate(folder, tmp_path, do_sample, Policy(gpu_batch_size=1), **CACHES[cache])
+    outputs, stats = generate(
+        folder, tmp_path, do_sample, speculative(
+            TIERS[tier], speculate=None, draft_model=str(tiny_model(draft).folder)),
+        **CACHES[cache])
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
+    assert stats.draft_tokens > 50 and (stats.accepted_tokens > 0 or draft == "mistral")
+
+
+def test_a_draft_model_that_is_right_is_always_accepted(tiny_model, tmp_path, monkeypatch):
+    """Also in a second run, and with a larger vocabulary, of which it drafts no more tokens."""
+    monkeypatch.setattr(DraftAutotune, "length", 99)
+    folder, options = tiny_model("llama").folder, {"max_new_tokens": 30, "eos_token_id": -1}
+    with LLM(str(folder), dtype="float32") as llm:
+        plain = [out.token_ids for out in llm.generate(repetitive_prompts(), **options)]
+    draft = with_words(padded(folder, tmp_path / "padded", 128), tmp_path / "draft")
+    target = with_words(folder, tmp_path / "target")
+    with LLM(target, dtype="float32", policy=speculative(Policy(), speculate=None,
+                                                         draft_model=draft)) as llm:
+        for _ in range(2):
+            outputs = llm.generate(repetitive_prompts(), **options)
+            assert [out.token_ids for out in outputs] == plain
+            assert llm.stats.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("method", [{"speculate": "ngram"}, {"draft_model": "llama"}])
+def test_sessions_draft_too(tiny_model, monkeypatch, method):
+    monkeypatch.setattr(DraftAutotune, "length", 99)
+    folder = str(tiny_model("llama").folder)
+    with LLM(folder, dtype="float32") as llm:
+        plain = llm.generate(repetitive_prompts(), sampling(False))
+    method = dict.fromkeys(method, folder) if "draft_model" in method else method
+    policy, outputs, drafted = Policy(gpu_batch_size=2, **method), {}, 0
+    with (LLM(folder, dtype="float32", policy=policy) as llm,
+          llm.open_session(max_model_len=64) as session):
+        for prompt, params in zip(repetitive_prompts(), sampling(False), strict=True):
+            session.add(prompt, params)
+        while session.unfinished:
+            outputs |= session.step()
+            drafted += session.stats.draft_tokens
+    assert drafted > 0 and [outputs[key].token_ids for key in range(len(plain))] == [
+        out.token_ids for out in plain]
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 60), st.integers(1, 3),
+                          st.integers(0, 9), st.booleans()), min_size=1, max_size=6),
+       st.randoms(use_true_random=False))
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_draft_model_continues_any_text(drafter_of_llama, steps, random):
+    """Texts of two requests that grow, go back and begin again, of at most 40 tokens."""
+    model, drafter = drafter_of_llama
+    texts = {0: [1], 1: [2]}
+    for key, kept, added, most, ends in steps:
+        texts[key] = (texts[key][: kept + 1] + random.choices(range(120), k=added))[:41]
+        if ends:
+            drafter.forget(Request(key, []))
+        expected = list(texts[key])
+        with torch.inference_mode():
+            drafts = drafter.draft(Request(key, texts[key][:1], texts[key][1:]), most)
+            while len(expected) < min(len(texts[key]) + most, 41):
+                expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
+        assert texts[key] + drafts == expected
 
 
 def test_a_block_that_ran_out_of_memory_starts_again(tiny_model, tmp_path, monkeypatch,
@@ -315,7 +410,7 @@ def test_a_run_costs_three_percent_more_at_most(tiny_model, monkeypatch, row_sec
 
     monkeypatch.setattr(DecoderLayers, "embed", timed)
     monkeypatch.setattr(executor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(Runner, "drafter", lambda self: Guess([[3] * 200], 1.0))
+    monkeypatch.setattr(Runner, "drafter", lambda self, max_tokens: Guess([[3] * 200], 1.0))
     with LLM(str(tiny_model("llama").folder), policy=speculative(Policy())) as llm:
         llm.generate([[1, 2]], max_new_tokens=200, eos_token_id=-1)
         stats = llm.stats
@@ -334,7 +429,23 @@ def test_refused_combinations(tiny_model, options, words):
         LLM(str(tiny_model("llama").folder), **options)
 
 
-@pytest.mark.parametrize("options", [{"speculate": "oracle"}, {"num_speculative_tokens": 0}])
+@pytest.mark.parametrize(("draft", "words"), [
+    ("opt", "opt are not those of .*llama: choose"), ("mistral_window", "sliding windows"),
+    ("words", "words are not those"), ("missing", "missing")])
+def test_refused_draft_models(tiny_model, tmp_path, draft, words):
+    folder, other = tiny_model("llama").folder, tmp_path / draft
+    if draft == "words":
+        folder = with_words(folder, tmp_path / "llama")
+        with_bytes(tiny_model("llama").folder, other)
+    elif draft != "missing":
+        other = tiny_model(draft).folder
+    with pytest.raises(UserError, match=words):
+        LLM(str(folder), policy=Policy(draft_model=str(other)))
+
+
+@pytest.mark.parametrize("options", [
+    {"speculate": "oracle"}, {"num_speculative_tokens": 0}, {"draft_model": 7},
+    {"speculate": "draft"}, {"speculate": "ngram", "draft_model": "opt"}])
 def test_bad_values(options):
     with pytest.raises(UserError, match=next(iter(options))):
         Policy(**options)
@@ -345,7 +456,9 @@ def test_bad_values(options):
     ({"speculate": "ngram", "fetch_chosen": True, "recall": True, "hh_ratio": 0.1,
       "percent": (100, 0, 0, 0)}, "fetch_chosen"),
     ({"num_speculative_tokens": 4}, "without --speculate"),
-    ({"speculate": "oracle"}, "--speculate must be one of ngram"),
+    ({"speculate": "oracle"}, "--speculate must be one of none, ngram"),
+    ({"speculate": "ngram", "draft_model": "opt"}, "draft_model has no effect"),
+    ({"draft_model": "opt", "pipeline_parallel": 2}, "--pipeline-parallel"),
 ])
 def test_refused_flags(flags, words):
     with pytest.raises(UserError, match=words):
@@ -357,3 +470,4 @@ def test_a_block_has_as_many_sequences():
     policy = config.policy()
     assert (policy.gpu_batch_size, policy.num_gpu_batches, policy.draft_tokens) == (1, 8, 8)
     assert RunConfig(speculate="ngram").policy().num_gpu_batches == 1
+    assert RunConfig(draft_model="opt", gpu_batch_size=4).policy().num_gpu_batches == 4

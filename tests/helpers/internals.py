@@ -100,12 +100,18 @@ def slots_of_experts(llm) -> list:
     return llm._engine.runner._experts._buffers
 
 
+def experts_in_slots(llm) -> set[tuple[int, int]]:
+    """The keys of the experts that have slots."""
+    return set(llm._engine.runner._experts._policy.cached)
+
+
 def watch_arrivals(monkeypatch, llm) -> list[list[list[tuple[int, int]]]]:
-    """Record the groups in which the experts of each layer step come.
+    """Empty the slots, and record the groups in which the experts of each layer step come.
 
     Returns the list to which they are added: the keys of each group, for each step.
     """
     slots, steps = llm._engine.runner._experts, []
+    slots.clear()
     arrivals = slots.arrivals
 
     def watched():
@@ -301,6 +307,7 @@ def hold_first_expert(monkeypatch, llm) -> list:
     are a layer's first.
     """
     slots, go, order = llm._engine.runner._experts, threading.Event(), []
+    slots.clear()
     load_unit, arrivals = slots._weights.load_unit, slots.arrivals
 
     def late(lane, buffer, *, unit):

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from flexgen_h2o.config.cache_layout import CacheLayout, split_slots
-from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels.cpu import library as cpu_library
@@ -161,11 +161,11 @@ def check_quantized_linear(function, matrix, values, rows, *, dtype, bias=True, 
     assert wide[:, outputs:].isnan().all()
 
 
-def of_form(form, dim: int) -> tuple[torch.dtype, CacheLayout | None]:
+def stored_as(stored, dim: int) -> tuple[torch.dtype, CacheLayout | None]:
     """The dtype of vectors and the layout of slots, of one of `FORMS` or `MIXED`."""
-    if isinstance(form, torch.dtype):
-        return form, None
-    bits = form if isinstance(form, tuple) else (form,)
+    if isinstance(stored, torch.dtype):
+        return stored, None
+    bits = stored if isinstance(stored, tuple) else (stored,)
     return torch.bfloat16, CacheLayout.from_bits(dim, *bits)
 
 
@@ -198,7 +198,7 @@ def same(one, other) -> bool:
 # prefill_attention
 
 
-def sinks_of(attention: AttentionForm, heads: int) -> torch.Tensor | None:
+def sinks_of(attention: AttentionVariant, heads: int) -> torch.Tensor | None:
     """Learned logits of some heads, the first of which has the largest of all its logits."""
     if not attention.sinks:
         return None
@@ -207,12 +207,12 @@ def sinks_of(attention: AttentionForm, heads: int) -> torch.Tensor | None:
     return sinks
 
 
-def weights64(products, hidden, *, dim, form, sink):
-    """Attention's weights by its form, in float64: products [..., keys], hidden likewise, and the
+def weights64(products, hidden, *, dim, variant, sink):
+    """Attention's weights of a variant, in float64: products [..., keys], hidden likewise, the
     one sink of the head."""
-    logits = products * form.scale_for(dim)
-    if form.softcap:
-        logits = form.softcap * (logits / form.softcap).tanh()
+    logits = products * variant.scale_for(dim)
+    if variant.softcap:
+        logits = variant.softcap * (logits / variant.softcap).tanh()
     logits = logits.masked_fill(hidden, float("-inf"))
     own = torch.full((*logits.shape[:-1], 1), float("-inf") if sink is None else float(sink))
     return torch.cat((logits, own.double()), dim=-1).softmax(-1)[..., :-1]
@@ -237,11 +237,11 @@ def prefill_case(lengths, key_lengths=None, *, group=1, kv_heads=2, dim=16, deca
     case = dict(q=q, k=k, v=v, lengths=lengths, key_lengths=key_lengths, scores=scores[:, :keys],
                 decay=decay)
     if attention is not None:
-        case |= {"form": attention, "sinks": sinks_of(attention, q.shape[1])}
+        case |= {"variant": attention, "sinks": sinks_of(attention, q.shape[1])}
     return case
 
 
-def prefill64(q, k, v, *, lengths, key_lengths, scores, decay, form=DEFAULT_FORM, sinks=None):
+def prefill64(q, k, v, *, lengths, key_lengths, scores, decay, variant=DEFAULT_VARIANT, sinks=None):
     """Output and attention score in float64, head by head."""
     out, after = q.double(), scores.double()
     group = q.shape[1] // k.shape[1]
@@ -250,14 +250,15 @@ def prefill64(q, k, v, *, lengths, key_lengths, scores, decay, form=DEFAULT_FORM
     for rows, mine, keys, values, received in parts:
         tokens = len(keys)
         hidden = ~torch.ones(rows, tokens, dtype=torch.bool).tril(tokens - rows)
-        if form.window is not None:
+        if variant.window is not None:
             hidden |= torch.ones(rows, tokens, dtype=torch.bool).tril(
-                tokens - rows - form.window)
+                tokens - rows - variant.window)
         weights = decay ** torch.arange(rows - 1, -1, -1).double()
         received *= decay**rows
         for head in range(q.shape[1]):
             probabilities = weights64(
-                mine[:, head] @ keys[:, head // group].T, hidden, dim=q.shape[-1], form=form,
+                mine[:, head] @ keys[:, head // group].T, hidden, dim=q.shape[-1],
+                variant=variant,
                 sink=None if sinks is None else sinks[head])
             mine[:, head] = probabilities @ values[:, head // group]
             received[head // group] += weights @ probabilities
@@ -294,11 +295,11 @@ def tied(*shape):
     return torch.randint(-3, 4, shape) * torch.tensor([0.5, -0.5])[torch.randint(2, shape)]
 
 
-def select_case(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None, rolls=False,
+def select_case(cuts, *, stored=torch.float32, dim=16, kv_heads=2, eviction=None, rolls=False,
                 draw=torch.randn):
     torch.default_generator.manual_seed(len(cuts) + sum(cut.length for cut in cuts) + dim)
     eviction = eviction or Eviction()
-    dtype, layout = of_form(form, dim)
+    dtype, layout = stored_as(stored, dim)
     rows, n = sum(cut.length for cut in cuts), max(map(eviction.num_cached, cuts)) + 2
     k = torch.randn(rows, kv_heads, dim + 2).to(dtype)[..., :dim]
     v = torch.randn(kv_heads, rows, dim).to(dtype).transpose(0, 1)
@@ -363,7 +364,7 @@ def check_select(functions, case):
 # decode_attention
 
 
-def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=2, dim=16, n=None,
+def decode_case(cached: Sequence[int], *, stored=torch.float32, group=1, kv_heads=2, dim=16, n=None,
                 full=(), recent=2, eviction: Eviction | None = None, rotary=0, ties=False,
                 attention=None, smoothed=False, offsets=False):
     """A step of sequences with `cached` slots each; those numbered in `full` need a victim.
@@ -372,7 +373,7 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
     offsets: something is added to the products of each query.
     """
     torch.default_generator.manual_seed(len(cached) + sum(cached) + group + dim)
-    (dtype, layout), n = of_form(form, dim), n or max(cached) + 3
+    (dtype, layout), n = stored_as(stored, dim), n or max(cached) + 3
     shape = (len(cached), kv_heads, n)
     q = torch.randn(shape[0], kv_heads * group, dim + 2).to(dtype)[..., :dim]
     k = torch.randn(kv_heads, shape[0], dim).to(dtype).transpose(0, 1)
@@ -406,7 +407,7 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
                               smoothing_of(kv_heads, dim) if smoothed else None)
     case = dict(q=q, k=k, v=v, slots=slots, metadata=metadata, layout=layout, state=state)
     if attention is not None:
-        case |= {"form": attention, "sinks": sinks_of(attention, q.shape[1])}
+        case |= {"variant": attention, "sinks": sinks_of(attention, q.shape[1])}
     if offsets:
         case["offsets"] = torch.randn(q.shape[:2]) * 5
     return case
@@ -426,7 +427,7 @@ def rotated(x, position, tables):
     return torch.cat([parts.real, parts.imag, x[..., 2 * half :]], dim=-1)
 
 
-def decode64(*, q, k, v, slots, metadata, layout, state, form=DEFAULT_FORM, sinks=None,
+def decode64(*, q, k, v, slots, metadata, layout, state, variant=DEFAULT_VARIANT, sinks=None,
              offsets=None):
     """Output and what each slot and, last, the new token received; float64, head by head."""
     _, sequences, kv_heads, n, _ = slots.shape
@@ -450,7 +451,8 @@ def decode64(*, q, k, v, slots, metadata, layout, state, form=DEFAULT_FORM, sink
                 hidden[:-1] = state.positions[s, mine, :cached] <= place - state.eviction.window
             offset = 0 if offsets is None else offsets[s, head].double()
             probabilities = weights64(
-                torch.cat([keys, new[None]]) @ query + offset, hidden, dim=q.shape[-1], form=form,
+                torch.cat([keys, new[None]]) @ query + offset, hidden, dim=q.shape[-1],
+                variant=variant,
                 sink=None if sinks is None else sinks[head])
             out[s, head] = probabilities @ torch.cat([values, v[s, mine].double()[None]])
             received[s, mine, :cached] += probabilities[:-1]

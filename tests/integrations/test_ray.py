@@ -236,7 +236,7 @@ def test_generator_takes_all_kinds_of_columns(words):
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ({}, "say what a replica takes"),
+    ({}, "give the memory or the workload of a replica"),
     ({"memory": 1, "concurrency": (2, 1)}, "concurrency must be from 1 up"),
     ({"memory": 1, "concurrency": 2.0}, "concurrency must be an integer, got 2.0"),
     ({"memory": 1, "engine_kwargs": None}, "engine_kwargs must be a mapping, got None"),

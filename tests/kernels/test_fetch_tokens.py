@@ -28,7 +28,7 @@ def file(tmp_path_factory):
     """A file's records [heads, rows, page_bytes], and its descriptors, the first past the page
     cache."""
     path = tmp_path_factory.mktemp("records") / "a"
-    records = torch.randint(256, (HEADS, LAYOUT.rows, LAYOUT.page_bytes), dtype=torch.uint8)
+    records = torch.randint(256, (HEADS, LAYOUT.head_pages, LAYOUT.page_bytes), dtype=torch.uint8)
     path.write_bytes(bytes(OFFSET) + records.numpy().tobytes())
     opened = {direct: os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
               for direct in (True, False)}
@@ -52,8 +52,9 @@ def missing_tokens(seed: int, counts: list[int]) -> torch.Tensor:
 def lines(records: torch.Tensor, missing: torch.Tensor) -> torch.Tensor:
     """What the file holds of missing tokens, [n, token_bytes]."""
     head, token, _ = missing
-    held = records[head, token // LAYOUT.tokens, : LAYOUT.tokens * LAYOUT.token_bytes]
-    return held.unflatten(1, (LAYOUT.tokens, -1))[torch.arange(len(token)), token % LAYOUT.tokens]
+    held = records[head, token // LAYOUT.page_tokens, : LAYOUT.page_tokens * LAYOUT.token_bytes]
+    held = held.unflatten(1, (LAYOUT.page_tokens, -1))
+    return held[torch.arange(len(token)), token % LAYOUT.page_tokens]
 
 
 def poisoned_slots() -> torch.Tensor:
@@ -80,7 +81,7 @@ def test_fetched_tokens_are_in_their_slots(file, seed, room, counts, direct):
                              layout=LAYOUT, read_buffer=read_buffer.fill_(UNTOUCHED))
         assert done == missing.shape[1] and torch.equal(slots, expected)
         read.append(nbytes)
-    needed = len((missing[0] * LAYOUT.rows + missing[1] // LAYOUT.tokens).unique())
+    needed = len((missing[0] * LAYOUT.head_pages + missing[1] // LAYOUT.page_tokens).unique())
     assert min(read) >= needed * LAYOUT.page_bytes
     assert read[0] == read[1] or room < 5000, "both read the same, where there is room for all"
 
@@ -91,11 +92,12 @@ def test_truncated_file_returns_the_tokens_before_the_end(file, tmp_path, fetch,
     """Reads before the one that fails have come."""
     records, _ = file
     path = tmp_path / "cut"
-    rows = LAYOUT.rows // 2  # of head 1
+    rows = LAYOUT.head_pages // 2  # of head 1
     path.write_bytes(bytes(OFFSET) + records.numpy().tobytes()[
-        : (LAYOUT.rows + rows) * LAYOUT.page_bytes])
+        : (LAYOUT.head_pages + rows) * LAYOUT.page_bytes])
     missing = missing_tokens(3, [100, 500, 0, 9, 0, 0])
-    whole = missing[0] * LAYOUT.rows + missing[1] // LAYOUT.tokens < LAYOUT.rows + rows
+    pages = missing[0] * LAYOUT.head_pages + missing[1] // LAYOUT.page_tokens
+    whole = pages < LAYOUT.head_pages + rows
     read_buffer, slots = Device().host_empty(20 * LAYOUT.page_bytes), poisoned_slots()
     descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
@@ -113,7 +115,8 @@ def test_truncated_file_returns_the_tokens_before_the_end(file, tmp_path, fetch,
 
 
 @pytest.mark.parametrize("fetch", FETCH)
-@pytest.mark.parametrize("wrong", [(HEADS, 0, 0), (-1, 0, 0), (0, LAYOUT.rows * LAYOUT.tokens, 0),
+@pytest.mark.parametrize("wrong", [(HEADS, 0, 0), (-1, 0, 0),
+                                   (0, LAYOUT.head_pages * LAYOUT.page_tokens, 0),
                                    (0, -1, 0), (0, 0, SLOTS), (0, 0, -1)])
 def test_indices_out_of_range_are_errors(file, fetch, wrong):
     slots = poisoned_slots()

@@ -49,12 +49,12 @@ def test_auto_dtype_is_native_to_the_gpu(gpu, name, chosen):
         assert internals.run_dtype("bfloat16", SimpleNamespace(dtype=name), Device()) == BRAIN
 
 
-@pytest.mark.parametrize(("form", "group", "rotary"), [
+@pytest.mark.parametrize(("stored", "group", "rotary"), [
     (HALF, 1, 16), (4, 3, 8),
     *full_cases((HALF, 8, 16), (BRAIN, 3, 0), (8, 4, 8), (8, 1, 0), (4, 8, 16))])
-def test_decode_of_heads_one_by_one(form, group, rotary):
+def test_decode_of_heads_one_by_one(stored, group, rotary):
     with assume_gpu(T4):
-        check_step([0, 33], full=(1,), form=form, group=group, kv_heads=2,
+        check_step([0, 33], full=(1,), stored=stored, group=group, kv_heads=2,
                    eviction=Eviction(), rotary=rotary)
 
 

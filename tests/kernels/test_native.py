@@ -319,22 +319,23 @@ def results(function, case) -> list[torch.Tensor]:
 
 
 def some_calls():
-    """Calls that are large enough for several threads, in each form."""
+    """Calls that are large enough for several threads, in each stored."""
     for dtype in BOUND:
         for lengths in (([1100],), ([9, 1, 150, 33],), ([100], [400])):
             yield ops.prefill_attention, prefill_case(*lengths, group=3, dtype=dtype, dim=24)
-    for number, form in enumerate((*FORMS, *MIXED)):
+    for number, stored in enumerate((*FORMS, *MIXED)):
         for cached in ([1000], [70, 300, 5]):
             yield ops.decode_attention, decode_case(
-                cached, full=(0,), form=form, rotary=8 * (number % 2), kv_heads=1, n=1100, group=3,
+                cached, full=(0,), stored=stored, rotary=8 * (number % 2), kv_heads=1, n=1100,
+                group=3,
                 eviction=Eviction(decay=0.9))
         cuts = [Cut(700, 90, 80), Cut(3, 1, 1), Cut(90, 9, 9)]
-        yield ops.select_heavy_hitters, select_case(cuts, form=form, rolls=True)
-    for form, heads in ((torch.float32, 5), (8, 16)):
-        yield ops.decode_attention, decode_case([2000, 300], form=form, n=2100, kv_heads=heads,
+        yield ops.select_heavy_hitters, select_case(cuts, stored=stored, rolls=True)
+    for stored, heads in ((torch.float32, 5), (8, 16)):
+        yield ops.decode_attention, decode_case([2000, 300], stored=stored, n=2100, kv_heads=heads,
                                                 dim=12, eviction=Eviction())
-    for form in (torch.bfloat16, 4):
-        yield ops.decode_attention, decode_case([1000, 3, 40, 0] * 20, form=form)
+    for stored in (torch.bfloat16, 4):
+        yield ops.decode_attention, decode_case([1000, 3, 40, 0] * 20, stored=stored)
     for bits in (4, 8):
         yield ops.quantize_groups, {"x": torch.randn(999, 96), "layout": GroupLayout(96, bits)}
 
@@ -383,8 +384,8 @@ def test_no_memory_for_a_call(dtype):
     """It is said, nothing has changed, and the next call has its memory back."""
     rows = 1 << 27  # each workspace would be 512 MB or more
     q, k = torch.randn(1, 1, 8).to(dtype), torch.randn(1, 1, 8).to(dtype).expand(rows, 1, 8)
-    scores, kept = torch.zeros(1, rows), select_case([Cut(9, 2, 3)], form=dtype, kv_heads=1)
-    state, wide = kept["state"], decode_case([1], kv_heads=1, form=dtype)
+    scores, kept = torch.zeros(1, rows), select_case([Cut(9, 2, 3)], stored=dtype, kv_heads=1)
+    state, wide = kept["state"], decode_case([1], kv_heads=1, stored=dtype)
     before = copied(state)
     wide["slots"] = wide["slots"][:, :, :, :1].expand(2, 1, 1, rows, 16)
     with address_space(32 << 20):
@@ -400,7 +401,7 @@ def test_no_memory_for_a_call(dtype):
                 wide["q"], wide["k"], wide["v"], slots=wide["slots"],
                 metadata=wide["metadata"], layout=None, eviction=EvictionArguments())
     assert same(before.scores, state.scores)
-    check_decode([ops.decode_attention], decode_case([1], kv_heads=1, form=dtype))
+    check_decode([ops.decode_attention], decode_case([1], kv_heads=1, stored=dtype))
 
 
 @BUILT

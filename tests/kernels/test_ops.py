@@ -194,19 +194,19 @@ CUTS = [Cut(1, 1, 1), Cut(7, 2, 2), Cut(31, 10, 5), Cut(33, 1, 1), Cut(65, 0, 9)
 @pytest.mark.source("select")
 @pytest.mark.parametrize("draw", [torch.rand, torch.randn, tied, torch.zeros, None])
 @pytest.mark.parametrize("eviction", [Eviction(), Eviction(mean=True), Eviction(sinks=4)])
-@pytest.mark.parametrize("form", [torch.float32, 4])
-def test_select(draw, eviction, form):
+@pytest.mark.parametrize("stored", [torch.float32, 4])
+def test_select(draw, eviction, stored):
     check_select(SELECT, select_case(CUTS[:-1] if eviction.sinks else CUTS, draw=draw,
-                                     eviction=eviction, form=form, rolls=form == 4))
+                                     eviction=eviction, stored=stored, rolls=stored == 4))
 
 
 @pytest.mark.source("select")
-@pytest.mark.parametrize("form", [*FORMS, *MIXED])
+@pytest.mark.parametrize("stored", [*FORMS, *MIXED])
 @pytest.mark.parametrize("dim", [5, *DIMS])
-def test_select_of_every_form(form, dim):
-    if not isinstance(form, torch.dtype) and dim % 2:
+def test_select_of_every_form(stored, dim):
+    if not isinstance(stored, torch.dtype) and dim % 2:
         pytest.skip("records have an even number of elements")
-    check_select(SELECT, select_case([Cut(40, 13, 2), Cut(9, 3, 2)], form=form, dim=dim,
+    check_select(SELECT, select_case([Cut(40, 13, 2), Cut(9, 3, 2)], stored=stored, dim=dim,
                                      kv_heads=3, eviction=Eviction(sinks=1), draw=tied))
 
 
@@ -243,11 +243,12 @@ def test_any_selection(cuts, sinks, mean, kv_heads, draw):
 
 
 @pytest.mark.source("decode")
-@pytest.mark.parametrize("form", [*FORMS, *MIXED])
+@pytest.mark.parametrize("stored", [*FORMS, *MIXED])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("rotary", [0, 8, 64])
-def test_decode(form, group, rotary):
-    check_decode(DECODE, decode_case([0, 63, 1, 70], full=(1, 3), form=form, group=group, dim=64,
+def test_decode(stored, group, rotary):
+    check_decode(DECODE, decode_case([0, 63, 1, 70], full=(1, 3), stored=stored, group=group,
+                                     dim=64,
                                      rotary=rotary, eviction=Eviction()))
 
 
@@ -256,37 +257,38 @@ def test_decode(form, group, rotary):
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("dim", [20, 64, 96])
 def test_smoothed_keys_are_restored_before_rotation(bits, group, dim):
-    check_decode(DECODE, decode_case([0, 63, 1, 70], full=(1, 3), form=bits, group=group, dim=dim,
+    check_decode(DECODE, decode_case([0, 63, 1, 70], full=(1, 3), stored=bits, group=group, dim=dim,
                                      rotary=8, eviction=Eviction(), smoothed=True))
 
 
 @pytest.mark.source("decode")
-@pytest.mark.parametrize("form", [*FORMS, *MIXED])
+@pytest.mark.parametrize("stored", [*FORMS, *MIXED])
 @pytest.mark.parametrize("cached", [[0], [1], [2], [15, 16, 17], [63, 64, 65], [31, 33, 0],
                                     [129, 127, 2]], ids=str)
 @pytest.mark.parametrize("scored", [False, True])
-def test_decode_lengths(form, cached, scored):
-    check_decode(DECODE, decode_case(cached, form=form, kv_heads=2 - scored, group=1 + 2 * scored,
+def test_decode_lengths(stored, cached, scored):
+    check_decode(DECODE, decode_case(cached, stored=stored, kv_heads=2 - scored,
+                                     group=1 + 2 * scored,
                                      eviction=Eviction() if scored else None, dim=80))
 
 
 @pytest.mark.source("decode")
-@pytest.mark.parametrize("form", [*FORMS, *MIXED])
+@pytest.mark.parametrize("stored", [*FORMS, *MIXED])
 @pytest.mark.parametrize("cached", [[255], [256], [257], [513, 0], [700, 300], [1500]], ids=str)
-def test_decode_of_few_heads_with_many_slots(form, cached):
+def test_decode_of_few_heads_with_many_slots(stored, cached):
     """Their slots are split into parts."""
     for kv_heads, dim, numbers in ((1, 64, (0,)), (2, 12, ())):
-        check_decode(DECODE, decode_case(cached, full=numbers, form=form, kv_heads=kv_heads,
+        check_decode(DECODE, decode_case(cached, full=numbers, stored=stored, kv_heads=kv_heads,
                                          group=3, dim=dim, eviction=Eviction()))
-    check_decode(DECODE, decode_case(cached, form=form, kv_heads=1, dim=128, n=1600))
+    check_decode(DECODE, decode_case(cached, stored=stored, kv_heads=1, dim=128, n=1600))
 
 
 @pytest.mark.source("decode")
-@pytest.mark.parametrize("form", [*FORMS, *MIXED])
+@pytest.mark.parametrize("stored", [*FORMS, *MIXED])
 @pytest.mark.parametrize("dim", [2, 6, 66, 130, 148, *DIMS])
-def test_decode_of_every_head_size(form, dim):
+def test_decode_of_every_head_size(stored, dim):
     for rotary in sorted({0, dim // 4 * 2, dim}):
-        check_decode(DECODE, decode_case([5, 39], full=(1,), form=form, dim=dim, kv_heads=1,
+        check_decode(DECODE, decode_case([5, 39], full=(1,), stored=stored, dim=dim, kv_heads=1,
                                          group=4 if rotary == dim else 3, rotary=rotary,
                                          eviction=Eviction()))
 
@@ -297,7 +299,7 @@ def test_decode_of_every_head_size(form, dim):
 @pytest.mark.parametrize("dim", [32, 192, *DIMS])
 def test_decode_over_records(bits, group, dim):
     """Of any number of groups, by any number of queries; of whole tiles of slots, and not."""
-    check_decode(DECODE, decode_case([6, 67, 130], full=(1,), form=bits, dim=dim, kv_heads=2,
+    check_decode(DECODE, decode_case([6, 67, 130], full=(1,), stored=bits, dim=dim, kv_heads=2,
                                      group=group, eviction=Eviction()))
 
 
@@ -308,17 +310,17 @@ def test_decode_over_records(bits, group, dim):
 def test_decode_of_grouped_queries_over_many_records(group, dim, cached, kv_heads):
     """They go by tiles where there are any: by chunks of 256 slots, tiles of 64, 32 and 16. The
     slots of few heads are split into parts."""
-    check_decode(DECODE, decode_case(cached, full=(1,), form=4, dim=dim, kv_heads=kv_heads,
+    check_decode(DECODE, decode_case(cached, full=(1,), stored=4, dim=dim, kv_heads=kv_heads,
                                      group=group, eviction=Eviction()))
 
 
 @pytest.mark.source("decode")
 @pytest.mark.parametrize("eviction", VARIANTS, ids=str)
 @pytest.mark.parametrize("recent", [1, 30])
-@pytest.mark.parametrize("form", [torch.float32, 8])
-def test_decode_variants(eviction, recent, form):
+@pytest.mark.parametrize("stored", [torch.float32, 8])
+def test_decode_variants(eviction, recent, stored):
     check_decode(DECODE, decode_case([32, 31, 65, 300], full=(0, 2, 3), recent=recent, rotary=4,
-                                     eviction=eviction, form=form, kv_heads=1))
+                                     eviction=eviction, stored=stored, kv_heads=1))
 
 
 @pytest.mark.source("decode")
@@ -356,14 +358,14 @@ def test_strided_inputs(function):
 @pytest.mark.source("decode")
 @given(cached=st.lists(st.integers(0, 90), min_size=1, max_size=4), group=st.integers(1, 9),
        kv_heads=st.integers(1, 3), half=st.integers(1, 36), rotary=st.integers(0, 36),
-       form=st.sampled_from([*FORMS, *MIXED]), eviction=st.sampled_from([None, *VARIANTS]),
+       stored=st.sampled_from([*FORMS, *MIXED]), eviction=st.sampled_from([None, *VARIANTS]),
        room=st.integers(1, 300), data=st.data())
 @settings(max_examples=examples(60))
-def test_any_decode(cached, group, kv_heads, half, rotary, form, eviction, room, data):
+def test_any_decode(cached, group, kv_heads, half, rotary, stored, eviction, room, data):
     many = [s for s, c in enumerate(cached) if c > 20]
     full = data.draw(st.sets(st.sampled_from(many))) if many and eviction else ()
     check_decode(DECODE, decode_case(
-        cached, form=form, group=group, kv_heads=kv_heads, dim=2 * half, n=max(cached) + room,
+        cached, stored=stored, group=group, kv_heads=kv_heads, dim=2 * half, n=max(cached) + room,
         full=full, recent=data.draw(st.integers(1, 9)), eviction=eviction,
         rotary=2 * min(rotary, half)))
 
@@ -387,7 +389,7 @@ def test_reference_kernels_can_be_forced(monkeypatch):
         (ops.prefill_attention, prefill_case([9]) | {"scores": None, "key_lengths": None}),
         (ops.select_heavy_hitters, select_case([Cut(9, 2, 3)])),
         (ops.decode_attention, decode_case([9], eviction=Eviction())),
-        (ops.decode_attention, decode_case([9], form=8)),
+        (ops.decode_attention, decode_case([9], stored=8)),
         (ops.quantize_groups, {"x": torch.randn(3, 16), "layout": layout}),
         (ops.dequantize_groups, {"packed": torch.zeros(3, layout.nbytes, dtype=torch.uint8),
                                  "layout": layout}))]

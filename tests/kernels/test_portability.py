@@ -20,10 +20,10 @@ from helpers.kernel_cases import (
     FORMS,
     MIXED,
     decode_case,
-    of_form,
     packaging,
     prefill_case,
     select_case,
+    stored_as,
     using,
 )
 
@@ -282,7 +282,7 @@ def calls(monkeypatch) -> list[Call]:
 
 
 def make_calls() -> None:
-    """Each operation, in each form, with rests of vectors and grouped queries."""
+    """Each operation, in each stored, with rests of vectors and grouped queries."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for lengths in ([1, 17, 33], [70]):
             case = prefill_case(lengths, group=3, dim=22, dtype=dtype, decay=0.97)
@@ -301,12 +301,13 @@ def make_calls() -> None:
                 groups = GroupLayout(length, bits)
                 ops.dequantize_groups(ops.quantize_groups(torch.randn(5, length).to(dtype), groups),
                                       groups)
-    for form in (*FORMS, *MIXED):
-        ops.select_heavy_hitters(**select_case([Cut(64, 20, 3), Cut(7, 9, 9)], form=form, dim=20,
+    for stored in (*FORMS, *MIXED):
+        ops.select_heavy_hitters(**select_case([Cut(64, 20, 3), Cut(7, 9, 9)], stored=stored,
+                                                 dim=20,
                                                rolls=True, eviction=Eviction(sinks=2)))
         for rotary in (0, 8):
             ops.decode_attention(**decode_case(
-                [0, 7, 66], full=(2,), form=form, group=3, dim=20, rotary=rotary,
+                [0, 7, 66], full=(2,), stored=stored, group=3, dim=20, rotary=rotary,
                 eviction=Eviction(mean=rotary > 0, sinks=1)))
 
 
@@ -356,9 +357,9 @@ def make_recall_calls() -> None:
     tokens, dim = 40, 24
     metadata = torch.tensor([[tokens, 33], [9, 5]], dtype=torch.int32)
     spans = torch.stack([metadata[0] * 0, metadata[0] * 0, metadata[0]])
-    for bits, form in ((4, torch.float32), (2, torch.bfloat16), (4, torch.float16), (2, 8), (4, 4),
-                       (2, (8, 4))):
-        dtype, records = of_form(form, dim)
+    for bits, stored in ((4, torch.float32), (2, torch.bfloat16), (4, torch.float16), (2, 8),
+                         (4, 4), (2, (8, 4))):
+        dtype, records = stored_as(stored, dim)
         q, k, v = (torch.randn(2, heads, dim).to(dtype) for heads in (6, 2, 2))
         slots = torch.randn(2, 2, 2, tokens + 1, dim).to(dtype)
         slots = ops.pack_slots(slots, records)

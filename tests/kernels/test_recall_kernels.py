@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.kernel_cases import BUILT, FORMS, MIXED, of_form, same, threads, using
+from helpers.kernel_cases import BUILT, FORMS, MIXED, same, stored_as, threads, using
 
 from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout, split_slots
-from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.h2o.recall import index_weights, select_tokens
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.arguments import FormArguments
+from flexgen_h2o.kernels.arguments import VariantArguments
 from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import recall as reference_recall
 
-CAPPED = AttentionForm(scale=0.3, softcap=5.0, sinks=True)
+CAPPED = AttentionVariant(scale=0.3, softcap=5.0, sinks=True)
 
 
-def case(*, sequences=3, kv_heads=2, group=4, dim=64, bits=4, tokens=77, form=torch.float32,
-         attention=DEFAULT_FORM, offsets=False):
+def case(*, sequences=3, kv_heads=2, group=4, dim=64, bits=4, tokens=77, stored=torch.float32,
+         attention=DEFAULT_VARIANT, offsets=False):
     """Arguments of the three operations; slots that hold no token, and what is behind the index,
     are NaN. offsets: something is added to the products of each query."""
     torch.default_generator.manual_seed(tokens + group + dim + bits)
-    dtype, records = of_form(form, dim)  # of slots
+    dtype, records = stored_as(stored, dim)  # of slots
     cached = torch.randint(1, tokens + 1, (sequences,))
     cached[0] = tokens
     counts = (cached * 0.3).long().clamp(min=1)
@@ -43,7 +43,7 @@ def case(*, sequences=3, kv_heads=2, group=4, dim=64, bits=4, tokens=77, form=to
             "keys": split_slots(slots, records)[0], "records": records,
             "metadata": torch.stack([cached, counts]).int(),
             "spans": torch.stack([cached * 0, cached * 0, cached]).int(),
-            "options": {"form": attention, "sinks": sinks, "offsets": offsets}}
+            "options": {"variant": attention, "sinks": sinks, "offsets": offsets}}
 
 
 OFFSETS = {"group": 2, "attention": CAPPED, "offsets": True}
@@ -54,7 +54,7 @@ CASES = [{}, {"group": 1, "dim": 128, "tokens": 300}, {"group": 3, "bits": 2},
          # Rows of an index that are no whole fours, in which some CPUs take them.
          {"dim": 20, "tokens": 40}, {"dim": 24, "bits": 2, "group": 1},
          OFFSETS, {"dim": 8, "tokens": 1},
-         *({"form": form, "tokens": 130} for form in (*FORMS[1:], *MIXED))]
+         *({"stored": stored, "tokens": 130} for stored in (*FORMS[1:], *MIXED))]
 
 
 def key_records(some):
@@ -70,7 +70,7 @@ def weights_of(some):
     sinks, offsets = some["options"]["sinks"], some["options"]["offsets"]
     return index_weights(
         some["q"].unflatten(1, (kv_heads, -1)), some["k"], keys.where(filled[..., None], 0),
-        layout=some["layout"], hidden=~filled[:, :, None], form=some["options"]["form"],
+        layout=some["layout"], hidden=~filled[:, :, None], variant=some["options"]["variant"],
         sinks=None if sinks is None else sinks.view(kv_heads, -1, 1),
         offsets=None if offsets is None else offsets.view(len(offsets), kv_heads, -1, 1))
 
@@ -134,8 +134,8 @@ def test_kernels_equal_the_reference(isa):
 def recall(some, *, capture=None):
     """The three operations, called one by one or noted in a program: what they choose and give."""
     noted = {} if capture is None else {"capture": capture}
-    form = FormArguments.from_form(*some["options"].values())
-    told = {"metadata": some["metadata"], "form": form}
+    variant = VariantArguments.from_variant(*some["options"].values())
+    told = {"metadata": some["metadata"], "variant": variant}
     native_recall.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"],
                              key_layout=key_records(some), **noted)
     selected = native_recall.select_keys(some["q"], some["k"], index=some["index"],
@@ -216,7 +216,7 @@ def check_largest_sums(module, dim, bits):
     keys = keys[torch.randperm(40, generator=torch.Generator().manual_seed(0))][None, None]
     index = torch.zeros(1, 1, layout.tiles(40), layout.tile_bytes, dtype=torch.uint8)
     options = {"index": index, "metadata": torch.tensor([[40], [11]]).int(), "layout": layout,
-               "top_k": 11, "form": AttentionForm(scale=0.01)}
+               "top_k": 11, "variant": AttentionVariant(scale=0.01)}
     module.index_keys(keys, index, torch.tensor([[0], [0], [40]]).int(), layout=layout)
     last = reference_recall.indexed_keys(index, layout)[0, 0, :40, -1]
     for sign in (1, -1):

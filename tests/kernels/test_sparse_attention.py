@@ -97,12 +97,12 @@ def _poison():
         yield
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stored", FORMS)
 @pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize("cached", [[1], [40], [5, 1, 33], [17, 16, 64, 2]], ids=str)
 @pytest.mark.parametrize("sparsity", [0.01, 0.3, 1.0])
-def test_sparse_attention(form, group, cached, sparsity):
-    hold_to_definition(decode_case(cached, form=form, group=group, dim=32), sparsity)
+def test_sparse_attention(stored, group, cached, sparsity):
+    hold_to_definition(decode_case(cached, stored=stored, group=group, dim=32), sparsity)
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -127,10 +127,10 @@ def peak_bytes(function) -> int:
     return max(accumulate(nbytes for _, nbytes in changes))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stored", FORMS)
 @pytest.mark.parametrize("sparsity", [0.1, 0.9])
-def test_memory_plan_covers_the_scratch(form, sparsity):
-    case = decode_case([300, 300], form=form, group=4, kv_heads=8, dim=128, n=301)
+def test_memory_plan_covers_the_scratch(stored, sparsity):
+    case = decode_case([300, 300], stored=stored, group=4, kv_heads=8, dim=128, n=301)
 
     def step():
         slots, metadata, layout = case["slots"], case["metadata"], case["layout"]
@@ -141,13 +141,13 @@ def test_memory_plan_covers_the_scratch(form, sparsity):
 
     case["slots"] = case["slots"].contiguous()
     held = peak_bytes(step)
-    bits, itemsize = (16, form.itemsize) if isinstance(form, torch.dtype) else (form, 2)
+    bits, itemsize = (16, stored.itemsize) if isinstance(stored, torch.dtype) else (stored, 2)
     load = Workload(prompt_len=270, gen_len=32, gpu_batch_size=2, num_gpu_batches=1)
     run = PlannedRun(published("meta-llama/Meta-Llama-3-8B"), Policy(), load, itemsize, True,
                      False, CacheOptions(bits=bits, attn_sparsity=sparsity))
     assert held <= sparse_attention(run) <= own_attention(run)
     # Float32 needs no other copy of the keys.
-    assert form == torch.float32 or sparse_attention(run) < 1.5 * held
+    assert stored == torch.float32 or sparse_attention(run) < 1.5 * held
 
 
 # End to end

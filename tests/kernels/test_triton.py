@@ -25,9 +25,9 @@ from helpers.kernel_cases import (
 from helpers.selection import full, full_cases
 
 from flexgen_h2o.config.cache_layout import GroupLayout
-from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.h2o.eviction import Cut, Eviction
-from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
+from flexgen_h2o.kernels.arguments import EvictionArguments, VariantArguments
 from flexgen_h2o.kernels.dispatch import assume_gpu
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.triton import decode as triton_decode
@@ -38,14 +38,14 @@ from flexgen_h2o.kernels.triton import select as triton_select
 
 pytestmark = pytest.mark.usefixtures("mended_interpreter", "seeded")
 
-ATTENTION = [AttentionForm(scale=0.4), AttentionForm(softcap=2.5), AttentionForm(window=7),
-             AttentionForm(sinks=True), AttentionForm(0.4, 2.5, 20, True)]
+ATTENTION = [AttentionVariant(scale=0.4), AttentionVariant(softcap=2.5), AttentionVariant(window=7),
+             AttentionVariant(sinks=True), AttentionVariant(0.4, 2.5, 20, True)]
 EVERY_FORM = [*FORMS, *MIXED]
 
 
-def prefill(q, k, v, lengths, *, key_lengths, scores, decay, form=DEFAULT_FORM, sinks=None):
+def prefill(q, k, v, lengths, *, key_lengths, scores, decay, variant=DEFAULT_VARIANT, sinks=None):
     return triton_prefill.prefill_attention(q, k, v, lengths, key_lengths or lengths, scores,
-                                            decay, FormArguments.from_form(form, sinks))
+                                            decay, VariantArguments.from_variant(variant, sinks))
 
 
 def select(k, v, scores, *, cuts, slots, state, layout):
@@ -54,10 +54,11 @@ def select(k, v, scores, *, cuts, slots, state, layout):
         eviction=EvictionArguments.from_state(state))
 
 
-def decode(q, k, v, *, slots, metadata, layout, state, form=DEFAULT_FORM, sinks=None):
+def decode(q, k, v, *, slots, metadata, layout, state, variant=DEFAULT_VARIANT, sinks=None):
     return triton_decode.decode_attention(
         q, k, v, slots=slots, metadata=metadata, layout=layout,
-        eviction=EvictionArguments.from_state(state), form=FormArguments.from_form(form, sinks))
+        eviction=EvictionArguments.from_state(state),
+        variant=VariantArguments.from_variant(variant, sinks))
 
 
 def check_step(*args, **options):
@@ -80,11 +81,11 @@ def far_apart(slots):
     return apart.as_strided(slots.shape, (2**31, *slots[0].contiguous().stride())).copy_(slots)
 
 
-@pytest.mark.parametrize(("form", "group", "rotary"), [
+@pytest.mark.parametrize(("stored", "group", "rotary"), [
     (torch.float32, 1, 0), (torch.float16, 3, 16), (8, 4, 0), (4, 8, 12), *full_cases(*product(
         EVERY_FORM, (1, 4), (0,)), *product(EVERY_FORM, (1, 3, 8), (8, 16)))])
-def test_decode(form, group, rotary):
-    check_step([0, 33, 17], full=(1,), form=form, group=group, rotary=rotary,
+def test_decode(stored, group, rotary):
+    check_step([0, 33, 17], full=(1,), stored=stored, group=group, rotary=rotary,
                kv_heads=2 if rotary == 0 else 1, eviction=Eviction())
 
 
@@ -98,29 +99,29 @@ def test_decode_variants(monkeypatch, eviction, recent, part):
     check_step([31, 65], full=(0, 1), recent=recent, eviction=eviction, rotary=4)
 
 
-@pytest.mark.parametrize(("form", "cached"), [
+@pytest.mark.parametrize(("stored", "cached"), [
     (torch.bfloat16, [0]), (4, [16]), (MIXED[0], [64, 63, 0]),
     *full_cases(*product(EVERY_FORM, ([0], [1], [2], [15], [16], [17], [31], [32], [64, 63, 0])))])
-def test_decode_lengths_without_state(form, cached):
-    check_step(cached, form=form, kv_heads=1, group=1 + 2 * (cached[0] % 2))
+def test_decode_lengths_without_state(stored, cached):
+    check_step(cached, stored=stored, kv_heads=1, group=1 + 2 * (cached[0] % 2))
 
 
-@pytest.mark.parametrize(("form", "dim"), [
+@pytest.mark.parametrize(("stored", "dim"), [
     (torch.float32, 66), (8, 130), *full_cases(*product((torch.float32, 8, 4), (
         2, 12, 66, 80, 96, 130, 256)))])
-def test_decode_dims(form, dim):
+def test_decode_dims(stored, dim):
     for rotary in (dim // 4 * 2, dim):
-        check_step([19], full=(0,), form=form, dim=dim, kv_heads=1, rotary=rotary,
+        check_step([19], full=(0,), stored=stored, dim=dim, kv_heads=1, rotary=rotary,
                    group=2 if rotary == dim else 1, eviction=Eviction())
 
 
-@pytest.mark.parametrize(("form", "group"), [(4, 3), *full_cases((torch.float16, 4), (8, 1))])
-def test_decode_with_scores_in_parts(monkeypatch, form, group):
+@pytest.mark.parametrize(("stored", "group"), [(4, 3), *full_cases((torch.float16, 4), (8, 1))])
+def test_decode_with_scores_in_parts(monkeypatch, stored, group):
     parts, launch = [], triton_finish._score_slots
     monkeypatch.setattr(triton_finish, "_score_slots",
                         lambda *shape: parts.append(launch(*shape)) or parts[-1])
-    options = {"form": form, "group": group, "eviction": Eviction()}
-    check_step([300], full=(0,), kv_heads=1, attention=AttentionForm(sinks=True), **options)
+    options = {"stored": stored, "group": group, "eviction": Eviction()}
+    check_step([300], full=(0,), kv_heads=1, attention=AttentionVariant(sinks=True), **options)
     check_step([0, 299], full=(1,), rotary=8, **options)
     assert parts[0] == 64 and parts[1] >= 299  # few programs, and enough of them
 
@@ -133,7 +134,7 @@ def test_decode_with_states_of_any_strides(rotary):
 
 @pytest.mark.parametrize("group", [1, *full(3)])
 def test_decode_of_a_cache_whose_keys_have_2_gb(group):
-    case = decode_case([3], full=(0,), form=8, kv_heads=1, group=group, eviction=Eviction())
+    case = decode_case([3], full=(0,), stored=8, kv_heads=1, group=group, eviction=Eviction())
     wide = {name: copied(x) for name, x in case.items()} | {"slots": far_apart(case["slots"])}
     for one, other in zip(decode(**case), decode(**wide), strict=True):
         assert torch.equal(one, other)
@@ -160,24 +161,25 @@ def test_prefill(dtype, group, rows, tokens):
         kv_heads=2 if group == 1 else 1))
 
 
-@pytest.mark.parametrize(("attention", "form", "group"), [
+@pytest.mark.parametrize(("attention", "stored", "group"), [
     (ATTENTION[2], torch.float32, 1), (ATTENTION[-1], 4, 4),
-    *full_cases(*((attention, form, group) for attention in ATTENTION for form, group in (
+    *full_cases(*((attention, stored, group) for attention in ATTENTION for stored, group in (
         (torch.float32, 1), (torch.bfloat16, 3), (4, 4))))], ids=str)
-def test_decode_of_every_form_of_attention(attention, form, group):
-    check_step([0, 33], form=form, group=group, attention=attention)
-    check_step([33, 70], full=(0,), form=form, group=group, attention=attention,
+def test_decode_of_every_form_of_attention(attention, stored, group):
+    check_step([0, 33], stored=stored, group=group, attention=attention)
+    check_step([33, 70], full=(0,), stored=stored, group=group, attention=attention,
                eviction=Eviction(window=attention.window or 0))
 
 
 @pytest.mark.parametrize(("bits", "dim", "attention"), [
-    (MIXED[0], 80, DEFAULT_FORM),
-    *full_cases(*product((8, 4, *MIXED), (8, 64, 80, 128), (DEFAULT_FORM,)), (4, 96, DEFAULT_FORM),
+    (MIXED[0], 80, DEFAULT_VARIANT),
+    *full_cases(*product((8, 4, *MIXED), (8, 64, 80, 128), (DEFAULT_VARIANT,)),
+                (4, 96, DEFAULT_VARIANT),
                 (8, 64, ATTENTION[1]), (4, 128, ATTENTION[2]), (4, 80, ATTENTION[-1]))], ids=str)
 def test_decode_reads_codes_in_place(monkeypatch, bits, dim, attention):
     """Of one head, and of several one by one, as they are without matrix units."""
     monkeypatch.setattr(triton_decode, "_read", None)
-    options = {"form": bits, "dim": dim, "attention": attention, "kv_heads": 2}
+    options = {"stored": bits, "dim": dim, "attention": attention, "kv_heads": 2}
     check_step([33], **options)
     with assume_gpu(T4):
         check_step([70], full=(0,), group=3, **options,
@@ -188,7 +190,7 @@ def test_decode_reads_codes_in_place(monkeypatch, bits, dim, attention):
 def test_decode_of_unaligned_codes(monkeypatch, bits):
     monkeypatch.setattr(triton_decode, "read_codes", None)
     for begin, end in ((1, 2), (2, 2)):  # strides, or where the first record lies
-        case = decode_case([33], form=bits, dim=64)
+        case = decode_case([33], stored=bits, dim=64)
         wide = torch.full((*case["slots"].shape[:-1], begin + case["layout"].width + end), 77,
                           dtype=torch.uint8)
         slots = wide[..., begin : begin + case["layout"].width]
@@ -241,11 +243,11 @@ def test_select(draw, eviction):
                                            kv_heads=1 + rolls))
 
 
-@pytest.mark.parametrize(("form", "dim"), [
+@pytest.mark.parametrize(("stored", "dim"), [
     (torch.float32, 12), (4, 80), (MIXED[0], 128),
     *full_cases(*product(EVERY_FORM, (12, 80, 128)))])
-def test_select_forms(form, dim):
-    case = select_case([Cut(9, 3, 2), Cut(40, 15, 5)], form=form, dim=dim)
+def test_select_forms(stored, dim):
+    case = select_case([Cut(9, 3, 2), Cut(40, 15, 5)], stored=stored, dim=dim)
     if dim == 80:
         case["state"] = with_odd_strides(case["state"])
     check_select([select], case)
@@ -253,7 +255,7 @@ def test_select_forms(form, dim):
 
 @pytest.mark.full
 def test_select_to_a_cache_whose_keys_have_2_gb():
-    case = select_case([Cut(9, 3, 2)], form=8)
+    case = select_case([Cut(9, 3, 2)], stored=8)
     wide = {name: copied(x) for name, x in case.items()} | {"slots": far_apart(case["slots"])}
     select(**case)
     select(**wide)

@@ -22,10 +22,10 @@ from kernels.test_recall_kernels import (
 
 from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.h2o import INDEX_BITS
-from flexgen_h2o.config.layers import DEFAULT_FORM
+from flexgen_h2o.config.layers import DEFAULT_VARIANT
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.recall import QUERY_LEVELS
-from flexgen_h2o.kernels.arguments import FormArguments
+from flexgen_h2o.kernels.arguments import VariantArguments
 from flexgen_h2o.kernels.dispatch import assume_gpu
 from flexgen_h2o.kernels.reference import recall as reference_recall
 from flexgen_h2o.kernels.triton import decode as triton_decode
@@ -47,15 +47,18 @@ def index_keys(keys, index, spans, *, layout, key_layout=None):
     triton_recall.index_keys(keys, index, spans, layout=layout, key_layout=key_layout)
 
 
-def select_keys(q, k, *, log_weights=None, form=DEFAULT_FORM, sinks=None, offsets=None, **options):
+def select_keys(q, k, *, log_weights=None, variant=DEFAULT_VARIANT, sinks=None, offsets=None,
+                **options):
     return triton_recall.select_keys(q, k, log_weights=log_weights,
-                                     form=FormArguments.from_form(form, sinks), **options)
+                                     variant=VariantArguments.from_variant(variant, sinks),
+                                     **options)
 
 
-def recall_attention(q, k, v, *, layout=None, form=DEFAULT_FORM, sinks=None, offsets=None,
+def recall_attention(q, k, v, *, layout=None, variant=DEFAULT_VARIANT, sinks=None, offsets=None,
                      **options):
     return triton_recall.recall_attention(q, k, v, layout=layout,
-                                          form=FormArguments.from_form(form, sinks), **options)
+                                          variant=VariantArguments.from_variant(variant, sinks),
+                                          **options)
 
 
 KERNELS = SimpleNamespace(index_keys=index_keys, select_keys=select_keys,
@@ -112,15 +115,15 @@ def test_new_tokens_are_stored_in_given_slots():
     assert taken.flatten().tolist() == [5, 0] and same(ours, theirs)
 
 
-@pytest.mark.parametrize(("bits", "dim", "form"), [
+@pytest.mark.parametrize(("bits", "dim", "variant"), [
     ((8, 4), 80, CAPPED),
     *full_cases(*((bits, *each) for bits in (8, 4, *MIXED) for each in (
-        (64, DEFAULT_FORM), (80, CAPPED), (128, CAPPED))))])
-def test_recalled_codes_are_read_in_place(monkeypatch, bits, dim, form):
+        (64, DEFAULT_VARIANT), (80, CAPPED), (128, CAPPED))))])
+def test_recalled_codes_are_read_in_place(monkeypatch, bits, dim, variant):
     """Of one head, and of several one by one, as they are without matrix units."""
     monkeypatch.setattr(triton_decode, "_read", None)
     for gpu, group in ((None, 1), (T4, 3)):
-        some = case(group=group, dim=dim, form=bits, attention=form, sequences=2, tokens=40)
+        some = case(group=group, dim=dim, stored=bits, attention=variant, sequences=2, tokens=40)
         most = int(some["metadata"][1].max())
         selected = torch.stack([torch.stack([torch.randperm(cached)[:most] for _ in range(2)])
                                 if cached >= most else torch.full((2, most), -1)

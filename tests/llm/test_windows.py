@@ -15,7 +15,7 @@ from helpers.selection import full
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import add_windows
-from flexgen_h2o.config.layers import AttentionForm
+from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import Budget, budget, num_cached, num_slots
@@ -24,7 +24,8 @@ from flexgen_h2o.planning.planned_run import layer_slots
 
 WINDOW = 7  # of the tiny model, in all of its layers
 LENGTHS = [6, 7, 8, 19, 1]  # around the window, and far longer
-MIXED = (AttentionForm(window=5, softcap=1.5), AttentionForm(scale=0.2), AttentionForm(window=9))
+MIXED = (AttentionVariant(window=5, softcap=1.5), AttentionVariant(scale=0.2),
+         AttentionVariant(window=9))
 SMALL = [H2OConfig(heavy_tokens=2), H2OConfig(heavy_ratio=0.2),
          H2OConfig(heavy_ratio=0.1, budget_of="text"),
          H2OConfig(heavy_tokens=4, recent_tokens=5),
@@ -43,7 +44,7 @@ def tiny(tiny_model):
 
 @pytest.fixture
 def mixed(monkeypatch):
-    """Models are of `MIXED` forms of attention in place of their own."""
+    """Models are of `MIXED` variants of attention in place of their own."""
     change_configs(monkeypatch, lambda config: replace(config, attention=MIXED))
 
 
@@ -100,15 +101,15 @@ def test_ranks_have_the_windows_of_their_layers(tiny_model, mixed):
 
 
 def test_budgets_on_window_layers():
-    forms = (AttentionForm(window=8), AttentionForm())
-    alone = add_windows(None, forms)
+    variants = (AttentionVariant(window=8), AttentionVariant())
+    alone = add_windows(None, variants)
     assert [budget(alone, layer, 50) for layer in (0, 1)] == [Budget(0, 7), None]
     assert [num_slots(alone, 0, *size) for size in ((3, 2), (3, 4), (3, 9), (50, 1))] == [5, 7, 7,
                                                                                           7]
     assert alone.without_windows().is_full and not alone.is_full and not alone.scored
 
     def of(layer=0, **options):
-        return budget(add_windows(H2OConfig(**options), forms), layer, 50)
+        return budget(add_windows(H2OConfig(**options), variants), layer, 50)
 
     assert of(heavy_tokens=2) == of(1, heavy_tokens=2) == Budget(2, 2)
     assert of(heavy_tokens=2, sink_tokens=1) == Budget(3, 2)  # the window leaves the first token
@@ -116,16 +117,16 @@ def test_budgets_on_window_layers():
     assert of(recent_tokens=3, sink_tokens=1) == Budget(0, 4)
     assert of(heavy_tokens=4) == of(heavy_ratio=0.1) == of(heavy_ratio=1.0) == Budget(0, 7)
     assert of(heavy_tokens=2, evict_generated=False) == Budget(0, 7)
-    prompts_only = add_windows(H2OConfig(heavy_tokens=2, evict_generated=False), forms)
+    prompts_only = add_windows(H2OConfig(heavy_tokens=2, evict_generated=False), variants)
     assert [num_cached(prompts_only, layer, 50, 9) for layer in (0, 1)] == [7, 13]
-    assert add_windows(alone, forms) == alone and add_windows(alone, forms[1:]).is_full
-    assert add_windows(None, forms[1:]) is None
+    assert add_windows(alone, variants) == alone and add_windows(alone, variants[1:]).is_full
+    assert add_windows(None, variants[1:]) is None
 
 
 def test_the_memory_plan_knows_slots_by_layer(tiny):
     with LLM(str(tiny.folder), dtype="float32") as llm:
         config = llm.model_config
-    one = replace(config, attention=(AttentionForm(window=7), *(AttentionForm(),) * 2))
+    one = replace(config, attention=(AttentionVariant(window=7), *(AttentionVariant(),) * 2))
     load = Workload(100, 29, 1, 1)
     none = replace(config, attention=())
     plans = [memory_plan(model, Policy(), load, itemsize=4) for model in (config, one, none)]
@@ -155,7 +156,8 @@ def test_attention_sinks_and_windows_on_every_tier(tiny_model, mixed, monkeypatc
     """Learned sinks come with a layer's weights: as in a simulation, and not as without."""
     tiny, prompts = tiny_model("llama"), make_prompts(120, LENGTHS)
     without = tokens(tiny, prompts)
-    monkeypatch.setitem(globals(), "MIXED", tuple(replace(form, sinks=True) for form in MIXED))
+    monkeypatch.setitem(globals(), "MIXED", tuple(
+        replace(variant, sinks=True) for variant in MIXED))
     attend_with(monkeypatch, sinks=torch.tensor([2.0, -1.0, 0.5, 3.0, 0.0, 1.0]))
     expected = tokens(tiny, prompts, h2o=H2OConfig(simulate=True), gpu_batch_size=1)
     assert expected != without

@@ -192,7 +192,7 @@ def test_text_config_of_a_multimodal_model():
                              "vision_config": {}}, "x")
     assert (cfg.hidden_size, cfg.eos_token_ids, cfg.vocab_size) == (64, (1, 106), 262208)
     assert cfg.local_layers == (True,) * 5 + (False, True)
-    assert [cfg.form(layer).window for layer in (0, 5)] == [9, None]
+    assert [cfg.attention_variant(layer).window for layer in (0, 5)] == [9, None]
     assert (cfg.rope.kind, cfg.rope.factor, cfg.local_rope.theta) == ("linear", 8.0, 10000.0)
     assert "model.language_model.layers.0.mlp.up_proj.weight" in family(cfg).aliases(
         "model.layers.0.mlp.up_proj.weight")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, TINY
 
-from flexgen_h2o.config.layers import AttentionForm
+from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import FAMILIES, family
 from flexgen_h2o.models.registry import from_transformers, published
@@ -141,21 +141,21 @@ def test_end_tokens():
 def test_sliding_window():
     def window(**options):
         config = from_transformers({"model_type": "mistral", **options}, "x")
-        forms = {config.form(layer) for layer in range(config.num_layers)}
-        return next(iter(forms)).window if len(forms) == 1 else forms
+        variants = {config.attention_variant(layer) for layer in range(config.num_layers)}
+        return next(iter(variants)).window if len(variants) == 1 else variants
 
     assert window() == 4096
     assert window(sliding_window=None) is None
     assert window(sliding_window=4096, max_position_embeddings=4096) is None
     assert window(max_position_embeddings=4096, rope_scaling=LINEAR_ROPE | {
         "rope_type": "dynamic"}) == 4096, "the context is longer then"
-    assert from_transformers(LLAMA | {"sliding_window": 8}, "x").form(0).window is None
+    assert from_transformers(LLAMA | {"sliding_window": 8}, "x").attention_variant(0).window is None
 
 
 def test_null_soft_caps():
     def caps(**options):
         config = from_transformers({"model_type": "gemma2", **options}, "x")
-        return config.form(0).softcap, config.logit_softcap
+        return config.attention_variant(0).softcap, config.logit_softcap
 
     assert caps() == (50.0, 30.0)
     assert caps(attn_logit_softcapping=None, final_logit_softcapping=None) == (0.0, 0.0)
@@ -188,9 +188,9 @@ def test_biases_that_config_json_does_not_choose(model_type):
 
 def test_forms_of_attention_go_with_their_layers():
     config = replace(from_transformers(LLAMA | {"num_hidden_layers": 3}, "x"), attention=tuple(
-        AttentionForm(window=window) for window in (3, 4, 5)))
-    assert [config.slice_layers(1, 3).form(layer).window for layer in (0, 1)] == [4, 5]
-    with pytest.raises(UserError, match="3 forms of attention for 2 layers"):
+        AttentionVariant(window=window) for window in (3, 4, 5)))
+    assert [config.slice_layers(1, 3).attention_variant(layer).window for layer in (0, 1)] == [4, 5]
+    with pytest.raises(UserError, match="3 variants of attention for 2 layers"):
         replace(config, num_layers=2)
 
 

@@ -283,7 +283,8 @@ def test_recall_reads_what_is_missing_and_writes_each_token_once():
     whole = 12 * 8 * 68.5 * SLOT
     taken = 1 - math.exp(-1.125)
     held = 2 * 18 / 68.5  # twice what is chosen of all 72 slots
-    missing = RecallRates(missed=68.5 / 16 / 128 * held**0.5 / (1 - held) ** 1.5, fetching=2)
+    missing = RecallRates(miss_factor=68.5 / 16 / 128 * held**0.5 / (1 - held) ** 1.5,
+                          fetch_overhead=2)
     for overlap in (False, True):
         run = planned(cache=ON_DISK, gpu=False, batch=(4, 2), h2o=RECALL, fetch_chosen=True,
                       overlap=overlap)
@@ -303,7 +304,7 @@ def test_recall_reads_overlap_attention_of_half_a_batch(sequences, share):
     """As long as that takes longer than attention; one sequence waits for all of it."""
     compute = replace(FREE, head_seconds=1e5)
     hardware = replace(machine(compute, gpu=False, read=1.0, write=1e30),
-                       recall=RecallRates(calls=2, fetching=0))
+                       recall=RecallRates(call_overhead=2, fetch_overhead=0))
     run = planned(cache=ON_DISK, gpu=False, batch=(sequences, 1), h2o=RECALL, fetch_chosen=True)
     attention = 12 * sequences * 12 * 2 * 1e5
     for rate, longer in ((1e-3, True), (1e30, False)):
@@ -319,7 +320,7 @@ def test_recall_on_a_cpu_scans_the_index():
     """64 numbers of 4 bits, two scales and zero points of each of 12 heads; chosen records take 4
     times as long."""
     compute = replace(FREE, decode_attention={16: 1000.0, 8: 1.0, 4: 1.0}, head_seconds=0.125)
-    costs = RecallRates(index_work=2, apart=4, calls=3)
+    costs = RecallRates(index_cost=2, gather_cost=4, call_overhead=3)
     run = planned(batch=(4, 2), h2o=RECALL, gpu=False)
     index, chosen = 12 * 40 * 68.5, 16 * SLOT
     expected = 12 * 8 * ((2 * index + 4 * chosen) / 1000 + 3 * 12 * 0.125)

@@ -89,6 +89,19 @@ def test_shipped_hardware_files_are_valid(path, tmp_path):
     assert load_hardware(tmp_path / "copy.yaml") == hardware
 
 
+def test_keys_of_earlier_versions_are_read(tmp_path):
+    path = tmp_path / "machine.yaml"
+    values = cpu() | {"recall": {"index_cost": 1.5, "gather_cost": 4, "call_overhead": 2}}
+    values["compute"]["captured_layer_microseconds"] = 90
+    path.write_text(yaml.safe_dump(values))
+    hardware = load_hardware(path)
+    values["recall"] = {"index_work": 1.5, "apart": 4, "calls": 2}
+    values["compute"]["bound_layer_microseconds"] = values["compute"].pop(
+        "captured_layer_microseconds")
+    path.write_text(yaml.safe_dump(values))
+    assert load_hardware(path) == hardware
+
+
 @pytest.mark.parametrize("key", ["fetch_microseconds", "fetch_head_microseconds"])
 def test_a_fetch_rate_is_refused_beside_a_gpu(tmp_path, key):
     path = tmp_path / "t4.yaml"

@@ -70,6 +70,16 @@ def test_sums_without_a_gpu():
     assert plan.total("cpu") == sum(row.cpu for row in plan.rows)
 
 
+def test_a_draft_model_has_its_weights_and_a_cache_of_each_sequence():
+    small = planned_run.DraftModel(published("facebook/opt-125m"), WeightOptions())
+    plain, found = rows(make_plan(0, 100, 100, 0)), rows(make_plan(0, 100, 100, 0, draft=small))
+    assert found.pop("draft model") == (0, small.model.num_parameters() * 2, 0)
+    hidden = 256 * 768 * 2  # a chunk of the prompt
+    cache = 543 * small.model.kv_bytes_per_token(2)
+    assert found.pop("draft cache") == (0, 8 * (cache + hidden), 0)
+    assert found == plain
+
+
 def test_weights_on_disk_need_two_layer_buffers():
     layer = OPT_30B.layer_parameters() * 2
     found = rows(make_plan(0, 0, 100, 0))

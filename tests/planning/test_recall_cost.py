@@ -97,18 +97,18 @@ def test_rates_fitted_to_three_cases_predict_the_others(path):
 
 
 @given(st.floats(0.2, 9), st.floats(0.2, 9), st.floats(0.2, 9))
-def test_a_fit_finds_the_rates(index_work, apart, calls):
+def test_a_fit_finds_the_rates(index_cost, gather_cost, call_overhead):
     rates = HostAttentionRates({16: 3e10}, 2e-6)
-    right = RecallRates(index_work=index_work, apart=apart, calls=calls)
+    right = RecallRates(index_cost, gather_cost, call_overhead)
     cases = [RecalledTokens(chosen, cached, 32, 32 * 512)
              for cached, chosen in ((1024, 256), (4096, 200), (4096, 1024))]
     index = IndexLayout(DIM, 4)
     times = [(tokens, recall_seconds(rates, right, tokens, index=index, cache=PLAIN))
              for tokens in cases]
     found = fit_recall_rates(rates, times, index=index)
-    for name in ("index_work", "apart", "calls"):
+    for name in ("index_cost", "gather_cost", "call_overhead"):
         assert getattr(found, name) == pytest.approx(getattr(right, name), rel=1e-3)
-    assert (found.missed, found.fetching) == (RECALL.missed, RECALL.fetching)
+    assert (found.miss_factor, found.fetch_overhead) == (RECALL.miss_factor, RECALL.fetch_overhead)
 
 
 @pytest.mark.parametrize(("path", "prompt_len", "bound"), [

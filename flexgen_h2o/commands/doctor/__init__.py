@@ -1,6 +1,6 @@
 """Inspect this machine: ``flexgen-h2o doctor``.
 
-It reports what the machine has, which kernels run on it, and what would be slow and why. A part
+It reports what the machine has, which kernels run on it, and what is slow and why. A part
 that cannot be inspected says so, and the others are still reported.
 """
 

@@ -250,7 +250,7 @@ class DiskFacts:
     read, write : float
         Bytes per second of aligned reads and writes.
     direct : bool
-        False if the file system refuses O_DIRECT: then the rates are those of the page cache.
+        False if the file system refuses O_DIRECT: then the rates are of the page cache.
     problem : str or None
         Why nothing was measured.
     """

@@ -1,6 +1,6 @@
 """The harness's command line with this model: ``python -m flexgen_h2o.integrations.lm_eval``.
 
-Arguments are those of ``lm_eval``; ``--model flexgen_h2o`` is the default.
+Arguments are as for ``lm_eval``; ``--model flexgen_h2o`` is the default.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLAGS_WITH_MODELS = ("--config", "-C")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the harness.
 
-    Errors are those of the harness, except for data that cannot be downloaded.
+    Errors are the harness's own, except for data that cannot be downloaded.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if importlib.util.find_spec("lm_eval") is None:

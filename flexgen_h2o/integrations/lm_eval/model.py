@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @register_model(NAME)
 class FlexGenLM(TemplateLM):
-    """An `LLM` for the harness; model arguments are those of `arguments.Arguments`.
+    """An `LLM` for the harness; for model arguments see `arguments.Arguments`.
 
     `close` is also called when the object is deleted, and at exit.
 

@@ -92,7 +92,7 @@ class ProcessorConfig:
                                 + (": it is model_source" if name == "model" else ""))
         if (self.memory is None and self.engine_kwargs.get("workload") is None
                 and self.engine_kwargs.get("memory_limit") is None):
-            raise UserError("say what a replica takes: a workload in engine_kwargs, such as "
+            raise UserError("give the memory or the workload of a replica in engine_kwargs: "
                             "Workload(512, 64, gpu_batch_size=8, num_gpu_batches=2), from which "
                             "the memory plan is made, or memory in bytes")
 

@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from flexgen_h2o.cache.chunked_prefill import LayerAttention
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.layers import AttentionForm
+from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.transformers.forward_pass import PassTracker, Rotations
 from flexgen_h2o.integrations.transformers.layers import H2OLayer, SimulatedLayer, SlotLayer
@@ -165,11 +165,11 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     if window is not None and window >= getattr(module.config, "max_position_embeddings", math.inf):
         window = None
     sinks = options.get("s_aux")
-    form = AttentionForm(None if scaling in (None, default_scaling) else scaling,
+    variant = AttentionVariant(None if scaling in (None, default_scaling) else scaling,
                          options.get("softcap") or 0.0, window, sinks is not None)
     return layer.attend(query, key, value, mask=attention_mask,
                         positions=options.get("position_ids"),
-                        attention=LayerAttention(form, sinks)), None
+                        attention=LayerAttention(variant, sinks)), None
 
 
 def padding_mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **options: Any

@@ -34,7 +34,7 @@ REFUSED = {
     "cache_implementation": "enable_h2o brings the cache",
     "prefill_chunk_size": "the budget comes from the whole prompt; H2OConfig(prompt_chunk=...) "
                           "evicts inside of prompts",
-    "custom_generate": "what it does with a cache is unknown",
+    "custom_generate": "its use of a cache is unknown",
     "output_attentions": "attention weights are never all there",
 }
 

@@ -205,7 +205,7 @@ class Rotations:
         if key not in step.memo:  # the same for all layers on a device
             positions = positions.expand(len(step.new), -1).to(rows[0].device)
             cos, sin = self.tables(step.packed(positions), rows[0])
-            # Rounded tables, and those of some rope types, also scale vectors.
+            # Rounded tables, and the tables of some rope types, also scale vectors.
             scale = cos.square() + sin.square()
             step.memo[key] = (cos / scale)[:, None], (-sin / scale)[:, None]
         return [rotate_(x.to(torch.float32, copy=True), *step.memo[key]).to(x.dtype) for x in rows]

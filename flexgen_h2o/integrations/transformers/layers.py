@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from flexgen_h2o.cache.chunked_prefill import LayerAttention, SequenceState, append_chunk
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig, add_windows
-from flexgen_h2o.config.layers import DEFAULT_FORM
+from flexgen_h2o.config.layers import DEFAULT_VARIANT
 from flexgen_h2o.config.limits import CACHE_GROWTH
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget as budgets
@@ -134,7 +134,7 @@ class H2OLayer(CacheLayerMixin):
         positions : int Tensor [sequences or 1, columns], or None
             Positions of q and k; required if positions roll.
         attention : LayerAttention
-            The layer's, with the same form in every pass. A window bounds what is cached.
+            The layer's, with the same variant in every pass. A window bounds what is cached.
 
         Returns
         -------
@@ -142,8 +142,9 @@ class H2OLayer(CacheLayerMixin):
             0 for pads.
         """
         self._updated = False
-        if attention.form != self._attention.form and not self._columns:
-            self._h2o = add_windows(self._h2o, [DEFAULT_FORM] * self._index + [attention.form])
+        if attention.variant != self._attention.variant and not self._columns:
+            variants = [DEFAULT_VARIANT] * self._index + [attention.variant]
+            self._h2o = add_windows(self._h2o, variants)
         self._attention = attention
         sequences, _, columns, _ = q.shape
         if self._index == 0:
@@ -382,7 +383,7 @@ class SimulatedLayer(H2OLayer):
                 evict_generated=self._h2o.evicts_generated_at(self._index), simulate=True)
         cache = SimulatedCache(
             h2o, lambda x, positions, layer: rotated_to(x, positions, self._tables),
-            lambda layer: self._attention.form)
+            lambda layer: self._attention.variant)
         cache.begin([BatchLayout((step.prompts[sequence],), 0)])
         return cache
 

@@ -27,17 +27,17 @@ from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
     DTYPES,
     EvictionArguments,
-    FormArguments,
+    VariantArguments,
     check,
     check_attention,
     check_contiguous,
     check_floats,
-    check_form,
     check_last_dim_contiguous,
     check_linear,
     check_slots,
     check_state,
     check_tensors,
+    check_variant,
 )
 from flexgen_h2o.kernels.cpu.library import STRUCTS, CapturedCalls, call, has_tiles
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
@@ -72,10 +72,10 @@ def strides(k: Tensor, v: Tensor) -> dict[str, Any]:
             "v_head": v.stride(1)}
 
 
-def form_struct(form: FormArguments) -> ctypes.Structure:
-    """Return the struct of a form. The caller keeps the sinks and offsets."""
-    return STRUCTS["Form"](address(form.sink_logits), address(form.offsets), form.scale,
-                           form.softcap, form.window)
+def variant_struct(variant: VariantArguments) -> ctypes.Structure:
+    """Return the struct of a variant. The caller keeps the sinks and offsets."""
+    return STRUCTS["Form"](address(variant.sink_logits), address(variant.offsets), variant.scale,
+                           variant.softcap, variant.window)
 
 
 def slot_fields(slots: Tensor, layout: CacheLayout | None) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def slot_fields(slots: Tensor, layout: CacheLayout | None) -> dict[str, Any]:
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
                       key_lengths: Sequence[int], scores: Tensor | None, decay: float,
-                      form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
+                      variant: VariantArguments = DEFAULT_ARGUMENTS) -> Tensor:
     """Run `reference.attention.prefill_attention`."""
     name = "prefill_attention"
     dtype = check_attention(name, q, k, v)
@@ -102,7 +102,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
           f"{len(k)} keys")
     check_tensors(name, torch.float32, scores=(scores, (k.shape[1], len(k))))
     check_last_dim_contiguous(name, scores=scores)
-    check_form(name, form, q.shape[1])
+    check_variant(name, variant, q.shape[1])
     q, k, v = map(unit_stride, (q, k, v))
     out = q.new_empty(q.shape)
     rows, key_rows = integers(lengths), integers(key_lengths)
@@ -113,7 +113,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
          dtype=DTYPES[dtype], sequences=len(lengths), heads=q.shape[1], kv_heads=k.shape[1],
          head_dim=q.shape[2], q_row=q.stride(0), q_head=q.stride(1), **strides(k, v),
          scores_head=0 if scores is None else scores.stride(0), decay=decay,
-         form=form_struct(form))
+         form=variant_struct(variant))
     return out
 
 
@@ -152,7 +152,7 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
                      layout: CacheLayout | None, eviction: EvictionArguments,
-                     form: FormArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
+                     variant: VariantArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
                      capture: CapturedCalls | None = None) -> tuple[Tensor, Tensor]:
     """Run `reference.attention.decode_attention`.
 
@@ -165,7 +165,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     state, cos, sin = tuple(slots.shape[1:4]), eviction.cos, eviction.sin
     check_tensors(name, torch.int32, metadata=(metadata, (4, sequences)))
     check_state(name, eviction, state)
-    check_form(name, form, q.shape[1], sequences)
+    check_variant(name, variant, q.shape[1], sequences)
     check(not eviction.window or eviction.positions is not None, name,
          "a window needs the positions of what is cached")
     rope: tuple[int, ...] = (0, 0)
@@ -188,7 +188,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     written_slots = q.new_empty(k.shape[:2], dtype=torch.int64)
     call(name, "DecodeAttention", capture=capture,
          tensors=(q, k, v, out, slots, metadata, *eviction[:5], factor, shift, written_slots,
-                  form.sink_logits, form.offsets),
+                  variant.sink_logits, variant.offsets),
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
          slots=slots.data_ptr(), metadata=metadata.data_ptr(), scores=address(eviction.scores),
          positions=address(eviction.positions), ranks=address(eviction.ranks),
@@ -198,7 +198,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
          num_slots=state[2], rope_rows=rope[0], half_rotary=rope[1],
          q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_fields(slots, layout),
          mean=eviction.mean, sinks=eviction.sinks, window=eviction.window,
-         decay=eviction.decay, form=form_struct(form))
+         decay=eviction.decay, form=variant_struct(variant))
     return out, written_slots
 
 

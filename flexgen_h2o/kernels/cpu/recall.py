@@ -12,23 +12,23 @@ from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayou
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
     DTYPES,
-    FormArguments,
+    VariantArguments,
     check,
     check_attention,
     check_contiguous,
-    check_form,
     check_last_dim_contiguous,
     check_slots,
     check_tensors,
+    check_variant,
 )
 from flexgen_h2o.kernels.cpu.library import CapturedCalls, call
 from flexgen_h2o.kernels.cpu.native import (
     address,
-    form_struct,
     group_struct,
     slot_fields,
     strides,
     unit_stride,
+    variant_struct,
 )
 
 READERS = 32
@@ -69,7 +69,7 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
 
 def select_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
                 top_k: int, log_weights: Tensor | None = None,
-                form: FormArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
+                variant: VariantArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
                 capture: CapturedCalls | None = None) -> Tensor:
     """Run `reference.recall.select_keys`.
 
@@ -81,7 +81,7 @@ def select_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
          f"{len(k)} new keys for {sequences} queries, or not of {layout.length} elements")
     check_tensors(name, torch.int32, metadata=(metadata, (2, sequences)))
     check_contiguous(name, metadata=metadata)
-    check_form(name, form, q.shape[1], sequences)
+    check_variant(name, variant, q.shape[1], sequences)
     tokens = 0
     if log_weights is not None:
         tokens = log_weights.shape[-1]
@@ -95,19 +95,20 @@ def select_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
         check_last_dim_contiguous(name, q=q, k=k)
     q, k = map(unit_stride, (q, k))
     call(name, "SelectKeys", capture=capture,
-         tensors=(q, k, index, metadata, selected, log_weights, form.sink_logits, form.offsets),
+         tensors=(q, k, index, metadata, selected, log_weights, variant.sink_logits,
+                  variant.offsets),
          q=q.data_ptr(), k=k.data_ptr(), index=index.data_ptr(), metadata=metadata.data_ptr(),
          selected=selected.data_ptr(), log_weights=address(log_weights), dtype=DTYPES[dtype],
          sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], top_k=top_k, tokens=tokens,
          q_row=q.stride(0), q_head=q.stride(1),
-         k_row=k.stride(0), k_head=k.stride(1), form=form_struct(form),
+         k_row=k.stride(0), k_head=k.stride(1), form=variant_struct(variant),
          **_index_fields(name, index, layout, (sequences, k.shape[1])))
     return selected
 
 
 def recall_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected: Tensor,
                      metadata: Tensor, layout: CacheLayout | None,
-                     form: FormArguments = DEFAULT_ARGUMENTS,
+                     variant: VariantArguments = DEFAULT_ARGUMENTS,
                      out: Tensor | None = None, capture: CapturedCalls | None = None
                     ) -> tuple[Tensor, Tensor]:
     """Run `reference.recall.recall_attention`.
@@ -120,7 +121,7 @@ def recall_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected
     check_slots(name, slots, sequences, k, layout)
     check_tensors(name, torch.int32, metadata=(metadata, (2, sequences)),
                   selected=(selected, (sequences, k.shape[1], selected.shape[-1])))
-    check_form(name, form, q.shape[1], sequences)
+    check_variant(name, variant, q.shape[1], sequences)
     out = q.new_empty(q.shape) if out is None else out
     check_tensors(name, dtype, out=(out, q.shape))
     check_contiguous(name, metadata=metadata, selected=selected, out=out)
@@ -129,15 +130,15 @@ def recall_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected
     q, k, v = map(unit_stride, (q, k, v))
     written_slots = q.new_empty(k.shape[:2], dtype=torch.int64)
     call(name, "RecallAttention", capture=capture,
-         tensors=(q, k, v, out, slots, selected, metadata, written_slots, form.sink_logits,
-                  form.offsets),
+         tensors=(q, k, v, out, slots, selected, metadata, written_slots, variant.sink_logits,
+                  variant.offsets),
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
          slots=slots.data_ptr(), selected=selected.data_ptr(), metadata=metadata.data_ptr(),
          written_slots=written_slots.data_ptr(), dtype=DTYPES[dtype], sequences=sequences,
          heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], num_slots=slots.shape[3],
          top_k=selected.shape[-1],
          q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_fields(slots, layout),
-         form=form_struct(form))
+         form=variant_struct(variant))
     return out, written_slots
 
 
@@ -181,7 +182,8 @@ def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, off
     call(name, "FetchTokens", missing=missing.data_ptr(), slots=slots.data_ptr(),
          read_buffer=read_buffer.data_ptr(), counts=counts.data_ptr(), file=file, direct=direct,
          offset=offset, missing_row=missing.stride(0), count=count,
-         heads=slots.shape[:-3].numel(), head_pages=layout.rows, page_tokens=layout.tokens,
+         heads=slots.shape[:-3].numel(), head_pages=layout.head_pages,
+         page_tokens=layout.page_tokens,
          token_bytes=layout.token_bytes, page_bytes=layout.page_bytes, num_slots=num_slots,
          read_buffer_bytes=len(read_buffer), gap=layout.gap, max_read_pages=layout.max_read_pages,
          threads=READERS)

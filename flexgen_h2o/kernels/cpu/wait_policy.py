@@ -1,7 +1,7 @@
 """Wait policy of idle OpenMP threads: spin, or sleep while other processes need the CPUs.
 
 Between parallel regions libgomp's threads spin for milliseconds, so that the next region starts at
-once. Beside other busy processes the spinning threads take CPU time from the threads that they wait
+once. With other busy processes the spinning threads take CPU time from the threads that they wait
 for, and a decode step takes ten times as long. The spin count is fixed when libgomp is loaded, with
 one exception: threads sleep almost at once while there are more OpenMP threads than CPUs (libgomp's
 manual, ``GOMP_SPINCOUNT``). `IdleTeam` creates that condition with a team of threads that do

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from flexgen_h2o.config.cache_layout import split_slots
-from flexgen_h2o.config.layers import DEFAULT_FORM
+from flexgen_h2o.config.layers import DEFAULT_VARIANT
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.kernels.rotary import rotated
@@ -22,7 +22,7 @@ QUERIES = 256
 
 
 def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=1.0,
-                      form=DEFAULT_FORM, sinks=None):
+                      variant=DEFAULT_VARIANT, sinks=None):
     """Compute causal attention of packed sequences, and add to the attention score of each key.
 
     The attention score of H2O (arXiv 2306.14048, section 4.1) is the sum of the attention weights
@@ -46,9 +46,9 @@ def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=
         the group of decay ** (n - 1 - r) times the attention weight.
     decay : float
         1 is the plain sum of H2O.
-    form : AttentionForm
+    variant : AttentionVariant
     sinks : Tensor [heads] or None
-        Learned attention sinks, if `form.sinks`: logits in the softmax's denominator.
+        Learned attention sinks, if `variant.sinks`: logits in the softmax's denominator.
 
     Returns
     -------
@@ -59,11 +59,11 @@ def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=
     all_scores = [None] * len(lengths) if scores is None else scores.split(key_lengths, dim=1)
     for sequence in zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths), all_scores,
                         out.split(lengths), strict=True):
-        _attend_sequence(*sequence, decay=decay, form=form, sinks=sinks)
+        _attend_sequence(*sequence, decay=decay, variant=variant, sinks=sinks)
     return out
 
 
-def _attend_sequence(q, k, v, scores, out, *, decay, form, sinks):
+def _attend_sequence(q, k, v, scores, out, *, decay, variant, sinks):
     """Compute `prefill_attention` of one sequence."""
     rows, tokens, kv_heads = len(q), len(k), k.shape[1]
     keys, values = k.float(), v.float()
@@ -78,9 +78,9 @@ def _attend_sequence(q, k, v, scores, out, *, decay, form, sinks):
         products = torch.einsum("rkgd,tkd->kgrt", query_block, keys)
         query_position = (tokens - rows + query)[:, None]
         hidden = position > query_position
-        if form.window is not None:
-            hidden |= position <= query_position - form.window
-        probabilities = attention_weights(products, hidden, dim=q.shape[-1], form=form,
+        if variant.window is not None:
+            hidden |= position <= query_position - variant.window
+        probabilities = attention_weights(products, hidden, dim=q.shape[-1], variant=variant,
                                           sinks=sinks)
         if scores is not None:
             weights = decay ** (rows - 1 - query).float()
@@ -136,7 +136,7 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
             state.ranks[sequence, :, :num_kept] = torch.arange(num_kept, device=index.device)
 
 
-def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=DEFAULT_FORM,
+def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, variant=DEFAULT_VARIANT,
                      sinks=None, offsets=None):
     """Compute attention of one new token per sequence over its cache and itself, and cache it.
 
@@ -163,10 +163,10 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     state : EvictionState, optional
         Updated in place. None: no scores, and no sequence needs a victim. Tokens outside of
         `state.eviction.window` are masked.
-    form : AttentionForm
+    variant : AttentionVariant
         Its window is ignored: the cache holds only tokens inside of it.
     sinks : Tensor [heads] or None
-        Learned attention sinks, if `form.sinks`: logits in the softmax's denominator.
+        Learned attention sinks, if `variant.sinks`: logits in the softmax's denominator.
     offsets : float32 Tensor [sequences, heads] or None
         Added to the products of queries with all keys.
 
@@ -202,7 +202,7 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
         hidden = hidden | (state.positions <= last)
     hidden = F.pad(hidden, (0, 1))[:, :, None]  # the new token sees itself
     probabilities = attention_weights(
-        products, hidden, dim=q.shape[-1], form=form,
+        products, hidden, dim=q.shape[-1], variant=variant,
         sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
     out = torch.einsum("skgt,sktd->skgd", probabilities, values).flatten(1, 2).to(q.dtype)
     written_slots = cached[:, None].expand(-1, kv_heads)

@@ -54,7 +54,7 @@ def rotate(x, cos, sin, change=None, offsets=None):
     ----------
     x : Tensor [rows, heads, head_dim]
     cos, sin : float32 Tensor [rows, half] or None
-        half is at most head_dim / 2; the layout is that of `kernels.rotary`. None: no rotation.
+        half is at most head_dim / 2; see `kernels.rotary` for the layout. None: no rotation.
     change : h2o.key_smoothing.BasisChange or None
     offsets : float32 Tensor [rows, heads] or None
         Overwritten with the products of the rotated heads with `change.mean`.

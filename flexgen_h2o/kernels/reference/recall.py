@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from flexgen_h2o.config.layers import DEFAULT_FORM
+from flexgen_h2o.config.layers import DEFAULT_VARIANT
 from flexgen_h2o.config.limits import INDEX_TILE, MEAN_SHIFT
 from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.h2o.recall import index_codes, index_weights, select_tokens
@@ -69,7 +69,7 @@ def indexed_keys(index, layout):
     return keys.flatten(-3, -2).transpose(-2, -1).flatten(-3, -2)
 
 
-def select_keys(q, k, *, index, metadata, layout, top_k, log_weights=None, form=DEFAULT_FORM,
+def select_keys(q, k, *, index, metadata, layout, top_k, log_weights=None, variant=DEFAULT_VARIANT,
                 sinks=None, offsets=None):
     """Return the cached tokens that new tokens attend to (`h2o.recall.select_tokens`).
 
@@ -88,10 +88,10 @@ def select_keys(q, k, *, index, metadata, layout, top_k, log_weights=None, form=
         Maximum number of tokens to select per sequence.
     log_weights : int32 Tensor [sequences, kv_heads, tokens], optional
         Running means of the logarithms of tokens' weights, updated in place (`update_log_weights`).
-    form : AttentionForm
+    variant : AttentionVariant
         Without a window.
     sinks : Tensor [heads] or None
-        Learned attention sinks, if `form.sinks`: logits in the softmax's denominator.
+        Learned attention sinks, if `variant.sinks`: logits in the softmax's denominator.
     offsets : float32 Tensor [sequences, heads] or None
         Added to the products of queries with all keys.
 
@@ -108,7 +108,7 @@ def select_keys(q, k, *, index, metadata, layout, top_k, log_weights=None, form=
     keys = keys.where(filled[..., None], 0)  # other content, NaN included, has no effect
     weights = index_weights(
         q.unflatten(1, (kv_heads, -1)), k, keys, layout=layout, hidden=~filled[:, :, None],
-        form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1),
+        variant=variant, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1),
         offsets=None if offsets is None else offsets.view(len(q), kv_heads, -1, 1))
     selected = select_tokens(weights, counts, cached=cached)
     if log_weights is not None:
@@ -140,7 +140,7 @@ def update_log_weights(weights, log_weights, cached):
     log_weights.copy_(mean.where(is_cached, log_weights))
 
 
-def recall_attention(q, k, v, *, slots, selected, metadata, layout=None, form=DEFAULT_FORM,
+def recall_attention(q, k, v, *, slots, selected, metadata, layout=None, variant=DEFAULT_VARIANT,
                      sinks=None, offsets=None):
     """Compute attention of one new token per sequence over selected slots and itself, and cache it.
 
@@ -157,10 +157,10 @@ def recall_attention(q, k, v, *, slots, selected, metadata, layout=None, form=DE
         Rows: the slot that the new token takes; the number of selected slots.
     layout : CacheLayout, optional
         Layout of quantized slots. None: slots hold plain vectors.
-    form : AttentionForm
+    variant : AttentionVariant
         Without a window.
     sinks : Tensor [heads] or None
-        Learned attention sinks, if `form.sinks`: logits in the softmax's denominator.
+        Learned attention sinks, if `variant.sinks`: logits in the softmax's denominator.
     offsets : float32 Tensor [sequences, heads] or None
         Added to the products of queries with all keys.
 
@@ -183,7 +183,7 @@ def recall_attention(q, k, v, *, slots, selected, metadata, layout=None, form=DE
     if offsets is not None:
         products = products + offsets.view(len(q), kv_heads, -1, 1)
     hidden = torch.nn.functional.pad(~filled, (0, 1))[:, :, None]
-    weights = attention_weights(products, hidden, dim=q.shape[-1], form=form,
+    weights = attention_weights(products, hidden, dim=q.shape[-1], variant=variant,
                                 sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
     out = torch.einsum("skgt,sktd->skgd", weights, values).flatten(1, 2).to(q.dtype)
     written_slots = place[:, None].expand(-1, kv_heads).contiguous()
@@ -304,7 +304,7 @@ def copy_tokens(source, target, moves, counts):
 def fetch_tokens(missing, slots, *, file, direct, offset, layout, read_buffer):
     """Read tokens from a file into their slots.
 
-    For each head, the file has pages of `layout.tokens` tokens (`PageLayout`).
+    For each head, the file has pages of `layout.page_tokens` tokens (`PageLayout`).
 
     Parameters
     ----------
@@ -318,7 +318,7 @@ def fetch_tokens(missing, slots, *, file, direct, offset, layout, read_buffer):
     direct : bool
         The file was opened with O_DIRECT. The reference ignores it, and reads sequentially.
     offset : int
-        Byte offset of the pages [heads, layout.rows].
+        Byte offset of the pages [heads, layout.head_pages].
     layout : PageLayout
     read_buffer : uint8 Tensor
         Read buffer of at least one page, aligned to memory pages. Overwritten.
@@ -340,9 +340,9 @@ def fetch_tokens(missing, slots, *, file, direct, offset, layout, read_buffer):
     lines = slots.view(torch.uint8).view(-1, num_slots, layout.token_bytes)
     head, token, slot = missing
     if (missing < 0).any() or (head >= len(lines)).any() or (slot >= num_slots).any() or (
-            token >= layout.rows * layout.tokens).any():
+            token >= layout.head_pages * layout.page_tokens).any():
         raise ValueError("fetch_tokens: a tensor of indices points outside of what it indexes")
-    page = head * layout.rows + token // layout.tokens
+    page = head * layout.head_pages + token // layout.page_tokens
     nbytes, max_pages = 0, min(layout.max_read_pages, len(read_buffer) // layout.page_bytes)
     for members, together in contiguous_runs(page.tolist(), gap=layout.gap, max_pages=max_pages):
         buffer = read_buffer[: len(together) * layout.page_bytes].view(-1, layout.page_bytes)
@@ -355,7 +355,7 @@ def fetch_tokens(missing, slots, *, file, direct, offset, layout, read_buffer):
             return members.start, nbytes
         nbytes += got
         for i in members:
-            start = token[i] % layout.tokens * layout.token_bytes
+            start = token[i] % layout.page_tokens * layout.token_bytes
             lines[head[i], slot[i]] = buffer[page[i] - together.start,
                                              start : start + layout.token_bytes]
     return missing.shape[1], nbytes

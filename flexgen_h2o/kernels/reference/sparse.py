@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from flexgen_h2o.config.layers import DEFAULT_FORM
+from flexgen_h2o.config.layers import DEFAULT_VARIANT
 from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.kernels.reference.attention import cache_token, dequantize_groups
 
 
-def select_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_FORM, sinks=None,
-                  offsets=None):
+def select_values(q, k, *, keys, metadata, sparsity, layout=None, variant=DEFAULT_VARIANT,
+                  sinks=None, offsets=None):
     """Return the slots whose values one new token per sequence attends to, and their weights.
 
-    Weights are those of attention over the whole cache and the new token. Of `cached` tokens, each
+    Weights are of attention over the whole cache and the new token. Of `cached` tokens, each
     KV head selects the max(1, int(sparsity * cached)) with the largest weight, summed over the
     query heads of its group; of equal weights, the newer token. Weights are not renormalized.
 
@@ -38,10 +38,10 @@ def select_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
         Fraction of the values to read: above 0, at most 1.
     layout : CacheLayout, optional
         Layout of quantized slots. None: slots hold plain vectors.
-    form : AttentionForm
+    variant : AttentionVariant
         A window must not be shorter than the cache.
     sinks : Tensor [heads] or None
-        Learned attention sinks, if `form.sinks`: logits in the softmax's denominator.
+        Learned attention sinks, if `variant.sinks`: logits in the softmax's denominator.
     offsets : float32 Tensor [sequences, heads] or None
         Added to the products of queries with all keys.
 
@@ -66,7 +66,7 @@ def select_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
         products = products + offsets.view(len(q), kv_heads, -1, 1)
     weights = attention_weights(
         products, F.pad(~filled, (0, 1))[:, :, None], dim=q.shape[-1],
-        form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+        variant=variant, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
     weights, new_token = weights.split([slots, 1], dim=-1)
     # Non-negative floats are ordered like their bits. Equal weights are ordered by slot.
     order = (weights.sum(2).view(torch.int32).long() << 32) + number

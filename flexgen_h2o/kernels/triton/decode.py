@@ -21,7 +21,7 @@ from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
     EvictionArguments,
-    FormArguments,
+    VariantArguments,
 )
 from flexgen_h2o.kernels.dispatch import gpu_of
 from flexgen_h2o.kernels.triton.common import (
@@ -215,15 +215,15 @@ def _split(n: int, programs: int, device: torch.device) -> int:
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
                      layout: CacheLayout | None, eviction: EvictionArguments,
-                     form: FormArguments = DEFAULT_ARGUMENTS) -> tuple[Tensor, Tensor]:
+                     variant: VariantArguments = DEFAULT_ARGUMENTS) -> tuple[Tensor, Tensor]:
     """Run `reference.attention.decode_attention`; it never waits for the device."""
     with one_layout(eviction) as eviction:
-        return attend_slots(q, k, v, slots=slots, metadata=metadata, layout=layout, form=form,
+        return attend_slots(q, k, v, slots=slots, metadata=metadata, layout=layout, variant=variant,
                             eviction=eviction)
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                 layout: CacheLayout | None, form: FormArguments,
+                 layout: CacheLayout | None, variant: VariantArguments,
                  eviction: EvictionArguments = NO_EVICTION, selected: Tensor | None = None,
                  places: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute attention over all cached slots or selected ones, and cache the new tokens.
@@ -256,27 +256,28 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
     rotary = 0 if ranks is None else 2 * cos.shape[-1]
     unit, strides = slots_in_units(slots, layout)
     shape = {"UNIT": unit, "LENGTH": length, **vector_format(length, layout),
-             "CAPPED": form.softcap > 0, "WINDOWED": eviction.window > 0}
+             "CAPPED": variant.softcap > 0, "WINDOWED": eviction.window > 0}
     # A group's heads run together in `tl.dot`, or one by one. Then every head reads the cache, but
     # at the same time, and mostly from L2.
     together = group > 1 and dispatch.gpu_choice(
         "decode_attention", group, q.dtype, gpu_of(q.device)) == "matrix units"
     heads, min_rows = (group, MIN_DOT_SIZE) if together else (1, 1)
     stride = (0, 0) if scores is None else scores.stride()[:2]
-    scale = (form.scale or length**-0.5) * (1 if form.softcap else math.log2(math.e))
+    scale = (variant.scale or length**-0.5) * (1 if variant.softcap else math.log2(math.e))
     separate = {"SHARERS": group // heads, "LONG": n >= 512}
     grid = (pairs * (group // heads), splits)
     if heads == 1 and reads_codes(slots, unit, length, layout, rotary):
         read_codes[grid](
             q, *q.stride()[:2], slots, *strides, metadata, *stride, logits, parts, stats, selected,
-            kv_heads, n, split, scale, form.softcap, positions, eviction.window, EXACT, **shape,
+            kv_heads, n, split, scale, variant.softcap, positions, eviction.window, EXACT, **shape,
             **separate, WORDS=power_of_2(length // 8))
     else:
         _read[grid](
             q, *q.stride()[:2], slots, *strides, metadata, ranks, *stride, *tables, logits,
-            parts, stats, selected, kv_heads, n, split, scale, form.softcap, positions,
+            parts, stats, selected, kv_heads, n, split, scale, variant.softcap, positions,
             eviction.window, **shape, **separate, ROTARY=rotary, HEADS=heads,
             TALL=max(min_rows, power_of_2(heads)),
             WIDTH=max(min_rows, power_of_2(length // 2)))
     return finish(q, k, v, PartialAttention(logits, parts, stats, n, split, scale), slots=slots,
-                  metadata=metadata, layout=layout, form=form, eviction=eviction, places=places)
+                  metadata=metadata, layout=layout, variant=variant, eviction=eviction,
+                  places=places)

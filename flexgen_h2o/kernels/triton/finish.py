@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import CacheLayout
-from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
+from flexgen_h2o.kernels.arguments import EvictionArguments, VariantArguments
 from flexgen_h2o.kernels.triton.common import (
     EMPTY,
     ceil_div,
@@ -83,7 +83,7 @@ def _new_logits(q, q_row, q_head, k, cos, sin, sequence, head, cached, scale, ca
 @triton.jit
 def _denominators(stats, rows, new_logit, sink_logits, head, count, splits, everyone,
                   HEADS: tl.constexpr, TALL: tl.constexpr, SPLITS: tl.constexpr):
-    """The whole softmax's maximum and sum, [TALL] each: of splits, new token and sink."""
+    """Return the maximum and sum of the whole softmax, [TALL] each: splits, new token, sink."""
     g = tl.arange(0, TALL)
     part = tl.arange(0, SPLITS)
     valid = (g < HEADS)[:, None] & (part < count)[None, :]
@@ -314,7 +314,7 @@ def _score_slots(n: int, programs: int, device: torch.device) -> int:
 
 
 def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Tensor,
-           metadata: Tensor, layout: CacheLayout | None, form: FormArguments,
+           metadata: Tensor, layout: CacheLayout | None, variant: VariantArguments,
            eviction: EvictionArguments, places: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the output and written_slots slots of `decode_attention`, given the partial attention.
 
@@ -331,7 +331,7 @@ def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Te
     part = max(1, n if scores is None else _score_slots(n, pairs, q.device))
     score_parts, lowest, victims = max(1, ceil_div(n, part)), None, None
     softmax = {"HEADS": group, "TALL": tall, "LENGTH": length, "MEAN": mean,
-               "WIDTH": power_of_2(length // 2), "CAPPED": form.softcap > 0,
+               "WIDTH": power_of_2(length // 2), "CAPPED": variant.softcap > 0,
                "WINDOWED": window > 0, "ROTARY": 0 if ranks is None else 2 * cos.shape[-1],
                "SPLITS": power_of_2(splits)}
     # Few warps and few logits per thread: 2,048 programs of 1,024 slots each take 0.011 ms on an
@@ -348,13 +348,13 @@ def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Te
         _score_part[(pairs, score_parts)](
             q, *q.stride()[:2], k, *k.stride()[:2], metadata, scores, positions, *stride, cos, sin,
             read.logits, read.stats, lowest, victims, kv_heads, n, read.split, splits, part,
-            read.scale, form.softcap, window, form.sink_logits, decay, sinks, **softmax,
+            read.scale, variant.softcap, window, variant.sink_logits, decay, sinks, **softmax,
             BLOCK=max(16, min(part, SCORE_LOGITS // tall)), num_warps=4)
     _finish[(pairs,)](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, slots, *strides, metadata,
         scores, positions, ranks, *stride, cos, sin, read.logits, read.parts, read.stats, lowest,
         victims, written_slots, places, kv_heads, n, read.split, splits, part, score_parts,
-        read.scale, form.softcap, window, form.sink_logits, decay, sinks, **softmax, UNIT=unit,
-        **vector_format(length, layout), PARTS=power_of_2(score_parts), CHUNK=chunk, BLOCK=block,
-        num_warps=warps)
+        read.scale, variant.softcap, window, variant.sink_logits, decay, sinks, **softmax,
+        UNIT=unit, **vector_format(length, layout), PARTS=power_of_2(score_parts), CHUNK=chunk,
+        BLOCK=block, num_warps=warps)
     return out, written_slots

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen_h2o.kernels import dispatch, torch_ops
-from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
+from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, VariantArguments
 from flexgen_h2o.kernels.dispatch import gpu_of
 from flexgen_h2o.kernels.triton.common import (
     MIN_DOT_SIZE,
@@ -279,11 +279,11 @@ def _powers(decay: float, count: int, device: torch.device) -> Tensor | None:
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
                       key_lengths: Sequence[int], scores: Tensor | None, decay: float,
-                      form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
+                      variant: VariantArguments = DEFAULT_ARGUMENTS) -> Tensor:
     """Run `reference.attention.prefill_attention`, in memory linear in the tokens."""
     if dispatch.gpu_choice("scored_prefill", 1, q.dtype, gpu_of(q.device)) == "matmul":
         return torch_ops.blockwise_prefill_attention(q, k, v, lengths, key_lengths, scores, decay,
-                                                     form)
+                                                     variant)
     out = q.new_empty(q.shape)
     rows, heads, dim = q.shape
     kv_heads, longest = k.shape[1], max(lengths, default=0)
@@ -294,15 +294,15 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
         tuple(zip(starts(lengths), lengths, starts(key_lengths), key_lengths, strict=True)),
         q.device)
     stats = None if scores is None else q.new_empty((2, heads, rows), dtype=torch.float32)
-    inner = form.scale or dim**-0.5
-    scale = math.log2(math.e) * (1 if form.softcap else inner)
-    options = (scale, inner, form.softcap, form.window)
-    shape = {"CAPPED": form.softcap > 0, "WINDOWED": form.window > 0,
+    inner = variant.scale or dim**-0.5
+    scale = math.log2(math.e) * (1 if variant.softcap else inner)
+    options = (scale, inner, variant.softcap, variant.window)
+    shape = {"CAPPED": variant.softcap > 0, "WINDOWED": variant.window > 0,
              "GROUP": heads // kv_heads, "DIM": dim,
              "WIDTH": max(MIN_DOT_SIZE, power_of_2(dim)), "LONG": longest >= LONG}
     _forward[lambda size: (ceil_div(longest, size["BLOCK_M"]), heads, len(lengths))](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, stats, sequences, rows,
-        *options, form.sink_logits, **shape)
+        *options, variant.sink_logits, **shape)
     if scores is not None:
         _sum_columns[lambda size: (ceil_div(max(key_lengths), size["BLOCK_N"]), kv_heads,
                                    len(lengths))](

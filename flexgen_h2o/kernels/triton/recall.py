@@ -19,7 +19,7 @@ from torch import Tensor
 from flexgen_h2o.config import limits
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout
 from flexgen_h2o.h2o.recall import QUERY_LEVELS
-from flexgen_h2o.kernels.arguments import FormArguments
+from flexgen_h2o.kernels.arguments import VariantArguments
 from flexgen_h2o.kernels.triton import decode as triton_decode
 from flexgen_h2o.kernels.triton.common import (
     ceil_div,
@@ -341,7 +341,7 @@ def _depth(layout: IndexLayout) -> int:
 
 
 def select_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
-                top_k: int, log_weights: Tensor | None, form: FormArguments) -> Tensor:
+                top_k: int, log_weights: Tensor | None, variant: VariantArguments) -> Tensor:
     """Run `reference.recall.select_keys`, without synchronization."""
     (sequences, heads, length), kv_heads = q.shape, k.shape[1]
     n, pairs, group = index.shape[2] * limits.INDEX_TILE, sequences * kv_heads, heads // kv_heads
@@ -357,26 +357,27 @@ def select_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
     steps = q.new_empty(2 * sequences * heads * layout.groups, dtype=torch.float32)
     _round_queries[(sequences, heads)](q, *q.stride()[:2], codes, steps, LENGTH=length,
                                        GROUP=layout.group, num_warps=1)
-    scale = (form.scale or length**-0.5) * (1 if form.softcap else math.log2(math.e))
-    shape = {"HEADS": group, "CAPPED": form.softcap > 0, "LENGTH": length, "BLOCK": block}
+    scale = (variant.scale or length**-0.5) * (1 if variant.softcap else math.log2(math.e))
+    shape = {"HEADS": group, "CAPPED": variant.softcap > 0, "LENGTH": length, "BLOCK": block}
     parts = ceil_div(group, MAX_HEADS)
     _logits[(pairs, blocks, parts)](
         codes, steps, index, *index.stride()[:2], metadata, logits, stats, kv_heads, n, scale,
-        form.softcap, **shape, PART=ceil_div(group, parts), GROUP=layout.group,
+        variant.softcap, **shape, PART=ceil_div(group, parts), GROUP=layout.group,
         BITS=layout.bits, DEPTH=_depth(layout))
     _weigh[(pairs, blocks)](
         q, *q.stride()[:2], k, *k.stride()[:2], metadata, logits, stats, weights, log_weights,
-        *((0, 0) if log_weights is None else log_weights.stride()[:2]), form.sink_logits,
-        kv_heads, n, blocks, scale, form.softcap, **shape, TALL=power_of_2(group),
+        *((0, 0) if log_weights is None else log_weights.stride()[:2]), variant.sink_logits,
+        kv_heads, n, blocks, scale, variant.softcap, **shape, TALL=power_of_2(group),
         BLOCKS=power_of_2(blocks))
     _choose[(pairs,)](weights, metadata, selected, kv_heads, n, top_k, **launch_shape(n, n))
     return selected
 
 
 def recall_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected: Tensor,
-                     metadata: Tensor, layout: CacheLayout | None, form: FormArguments
+                     metadata: Tensor, layout: CacheLayout | None, variant: VariantArguments
                     ) -> tuple[Tensor, Tensor]:
     """Run `reference.recall.recall_attention`; slots may be in page-locked host memory."""
     places, counts = metadata.contiguous()
     return triton_decode.attend_slots(q, k, v, slots=slots, metadata=counts, layout=layout,
-                                      form=form, selected=selected.contiguous(), places=places)
+                                      variant=variant, selected=selected.contiguous(),
+                                      places=places)

@@ -74,7 +74,7 @@ def _floats(pairs):
 
 @triton.jit
 def _factors(scale, zero, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Those of products with numbers and those of the sums of inputs; see the module's docstring.
+    """Return the factors of matmuls and of the sums of inputs; see the module's docstring.
     """
     OFFSET: tl.constexpr = 1024.0 if dtype == tl.float16 else (128.0 if BITS == 4 else 0.0)
     scale = _floats(scale)

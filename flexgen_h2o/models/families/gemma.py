@@ -34,7 +34,7 @@ class Gemma(Decoder):
                 ("model.", "model.language_model."), ("lm_head.", "language_model.lm_head."))
 
     def read(self, f: Fields) -> ModelConfig:
-        """The model of a config.json: of one with a vision part its text."""
+        """Return the configuration of a config.json; for a vision model, of its text part."""
         if f.values["model_type"] == "gemma3":
             f = f.inside("text_config")
         f.refuse("use_bidirectional_attention")
@@ -53,7 +53,7 @@ class Gemma(Decoder):
             logit_softcap=f.number_or("final_logit_softcapping", 0.0),
             local_rope=local_rope,
             local_layers=local if local_rope is not None else (),
-            attention=f.forms(
+            attention=f.attention_variants(
                 local, scale=f.number("query_pre_attn_scalar") ** -0.5,
                 softcap=0.0 if local_rope else f.number_or("attn_logit_softcapping", 0.0)),
         )
@@ -68,7 +68,7 @@ class Gemma(Decoder):
 
 
 def _ropes(f: Fields) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return the rope of global layers, and that of local layers where it is another."""
+    """Return the rope of global layers, and the rope of local layers if it differs."""
     if f.values["model_type"] == "gemma2":
         return read_rope(f), None
     parameters = f.mapping("rope_parameters")

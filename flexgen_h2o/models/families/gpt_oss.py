@@ -44,7 +44,7 @@ class GptOss(MixtureDecoder):
             **f.decoder("gpt_oss", read_rope(f, parameters=rope_parameters)),
             attention_bias=bias,
             out_bias=bias,
-            attention=f.forms(local, sinks=True),
+            attention=f.attention_variants(local, sinks=True),
             experts=replace(read_experts(f, width="intermediate_size", normalize=True),
                             gate_slope=f.number("swiglu_alpha"),
                             gate_limit=f.number("swiglu_limit")),

@@ -33,7 +33,7 @@ class Granite(Decoder):
             embed_scale=f.number("embedding_multiplier"),
             residual_scale=f.number("residual_multiplier"),
             logit_divisor=f.number("logits_scaling"),
-            attention=f.forms((False,) * common["num_layers"],
+            attention=f.attention_variants((False,) * common["num_layers"],
                               scale=f.number("attention_multiplier")),
         )
 

@@ -36,7 +36,7 @@ class Llama(Decoder):
             out_bias=bias,
             mlp_bias=not mistral and f.flag("mlp_bias"),
             # A Mistral with layer_types is a Ministral in transformers.
-            attention=f.forms(f.local_layers(lambda layer: True)) if mistral else (),
+            attention=f.attention_variants(f.local_layers(lambda layer: True)) if mistral else (),
         )
 
 

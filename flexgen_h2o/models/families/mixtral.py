@@ -25,7 +25,7 @@ class Mixtral(MixtureDecoder):
         common = f.decoder("mixtral", read_rope(f))
         return ModelConfig(
             **common,
-            attention=f.forms((True,) * common["num_layers"]),
+            attention=f.attention_variants((True,) * common["num_layers"]),
             experts=read_experts(f, width="intermediate_size", normalize=True),
         )
 

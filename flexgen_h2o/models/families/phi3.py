@@ -28,7 +28,7 @@ class Phi3(Decoder):
         common = f.decoder("phi3", rope)
         return ModelConfig(
             **common,
-            attention=f.forms((True,) * common["num_layers"]),
+            attention=f.attention_variants((True,) * common["num_layers"]),
         )
 
     def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:

@@ -47,7 +47,7 @@ class Qwen(Decoder):
                       else bias and kind == "qwen3"),
             mlp_bias=kind == "seed_oss" and f.flag("mlp_bias"),
             qk_norm=kind == "qwen3",
-            attention=f.forms(local) if windows else (),
+            attention=f.attention_variants(local) if windows else (),
         )
 
 

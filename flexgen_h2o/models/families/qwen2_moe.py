@@ -29,7 +29,7 @@ class Qwen2Moe(MixtureDecoder):
         return ModelConfig(
             **common,
             attention_bias=f.flag("qkv_bias"),
-            attention=f.forms(local) if windows else (),
+            attention=f.attention_variants(local) if windows else (),
             experts=read_experts(f, shared="shared_expert_intermediate_size"),
             dense_layers=read_dense_layers(f),
         )

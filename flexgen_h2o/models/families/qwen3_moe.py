@@ -27,7 +27,7 @@ class Qwen3Moe(MixtureDecoder):
             attention_bias=f.flag("attention_bias"),
             out_bias=f.flag("attention_bias"),
             qk_norm=True,
-            attention=f.forms((f.flag("use_sliding_window"),) * common["num_layers"]),
+            attention=f.attention_variants((f.flag("use_sliding_window"),) * common["num_layers"]),
             experts=read_experts(f),
             dense_layers=read_dense_layers(f),
         )

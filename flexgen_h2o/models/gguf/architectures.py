@@ -1,4 +1,4 @@
-"""GGUF architectures: llama.cpp's names of values and tensors, and those of Hugging Face. No torch.
+"""GGUF architectures: llama.cpp's and Hugging Face's names of values and tensors. No torch.
 
 To add an architecture, add an entry to `ARCHITECTURES`. It maps names, and says how llama.cpp's
 converter changes the tensors. The tables of the gguf package are not used: it imports numpy, and
@@ -45,7 +45,7 @@ def _scaled(meta: Metadata) -> dict[str, Any]:
     if divisors:
         scaling = _llama3(divisors, theta)
         if scaling is None:
-            raise UserError(f"{meta.source}: its rope factors are not those of LLaMA 3; not "
+            raise UserError(f"{meta.source}: its rope factors differ from LLaMA 3's; not "
                             "supported")
         return scaling
     kind = meta.text("rope.scaling.type", "linear" if meta.has("rope.scale_linear") else "none")
@@ -129,7 +129,7 @@ def _vector(meta: Metadata, name: str) -> list[float]:
 def _llama3(divisors: list[float], theta: float) -> dict[str, Any] | None:
     """Return the parameters of LLaMA 3's rope scaling that has these divisors; None if none has.
 
-    The slowest frequency is divided by the whole factor. The formula is that of
+    The slowest frequency is divided by the whole factor. The formula is from
     `_compute_llama3_parameters` in transformers' modeling_rope_utils.py.
     """
     factor = max(divisors)

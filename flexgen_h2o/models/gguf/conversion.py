@@ -144,7 +144,7 @@ def save_tokenizer(header: GgufHeader, folder: Path) -> list[int]:
     ------
     UserError
         If transformers cannot build the tokenizer, or does not know its pre-tokenizer. It would
-        use that of GPT-2, which gives other tokens.
+        use GPT-2's, which gives other tokens.
     """
     meta = Metadata(header)
     split = meta.text("tokenizer.ggml.pre", "default")

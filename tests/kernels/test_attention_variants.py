@@ -19,90 +19,92 @@ from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.layers import AttentionForm
+from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction
 from flexgen_h2o.kernels import ops, torch_ops
-from flexgen_h2o.kernels.arguments import FormArguments
+from flexgen_h2o.kernels.arguments import VariantArguments
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.reference import attention as reference
 
-COMBINATIONS = [AttentionForm(scale, cap, window, sinks) for scale, cap, window, sinks in
+COMBINATIONS = [AttentionVariant(scale, cap, window, sinks) for scale, cap, window, sinks in
                 itertools.product((None, 0.4), (0.0, 2.5), (None, 7), (False, True))][1:]
 FUNCTIONS = [reference.prefill_attention, ops.prefill_attention]
 DECODE = [reference.decode_attention, ops.decode_attention]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def by_blocks(q, k, v, lengths, *, key_lengths, scores, decay, form, sinks):
+def by_blocks(q, k, v, lengths, *, key_lengths, scores, decay, variant, sinks):
     return torch_ops.blockwise_prefill_attention(
         q, k, v, lengths, key_lengths or lengths, scores, decay,
-        FormArguments.from_form(form, sinks))
+        VariantArguments.from_variant(variant, sinks))
 
 
 @pytest.mark.source("prefill")
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("form", COMBINATIONS, ids=str)
-def test_prefill(isa, form, dtype):
+@pytest.mark.parametrize("variant", COMBINATIONS, ids=str)
+def test_prefill(isa, variant, dtype):
     check_prefill([*FUNCTIONS, by_blocks], prefill_case(
-        [5, 1, 90], group=3, dim=24, dtype=dtype, attention=form))
+        [5, 1, 90], group=3, dim=24, dtype=dtype, attention=variant))
     check_prefill([*FUNCTIONS, by_blocks], prefill_case(
-        [9, 20], [40, 20], decay=0.9, dim=16, dtype=dtype, attention=form))
+        [9, 20], [40, 20], decay=0.9, dim=16, dtype=dtype, attention=variant))
 
 
 @pytest.mark.source("prefill")
 @pytest.mark.parametrize("window", [2, 31, 64, 130, 300, 399])
 @pytest.mark.parametrize("dtype", FLOATS[:2])
 def test_long_prefill_in_windows_of_every_size(isa, window, dtype):
-    form = AttentionForm(window=window, softcap=3.0, sinks=True)
-    check_prefill(FUNCTIONS, prefill_case([400], group=2, dim=32, dtype=dtype, attention=form))
+    variant = AttentionVariant(window=window, softcap=3.0, sinks=True)
+    check_prefill(FUNCTIONS, prefill_case([400], group=2, dim=32, dtype=dtype, attention=variant))
 
 
 @pytest.mark.source("prefill")
 @pytest.mark.parametrize("window", [None, 40, 200])
 def test_prefill_with_more_keys_than_the_cpu_cache(isa, window):
     """In AMX tiles more queries meet them at a time, of which some see none of a chunk's keys."""
-    form = AttentionForm(window=window, sinks=True)
+    variant = AttentionVariant(window=window, sinks=True)
     for group in (1, 3):
         check_prefill(FUNCTIONS, prefill_case([150], [1500], group=group, dim=250, kv_heads=1,
-                                              dtype=torch.bfloat16, attention=form))
+                                              dtype=torch.bfloat16, attention=variant))
 
 
 @settings(max_examples=examples(25))
 @given(lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 200)), min_size=1, max_size=3),
-       form=st.builds(AttentionForm, scale=st.sampled_from((None, 0.05, 1.0)),
+       variant=st.builds(AttentionVariant, scale=st.sampled_from((None, 0.05, 1.0)),
                       softcap=st.sampled_from((0.0, 1.0, 30.0)),
                       window=st.none() | st.integers(2, 200), sinks=st.booleans()),
        group=st.integers(1, 5), dim=st.sampled_from((2, 6, 16, 40)),
        decay=st.sampled_from((1.0, 0.95)), dtype=st.sampled_from(FLOATS))
-def test_any_prefill(lengths, form, group, dim, decay, dtype):
+def test_any_prefill(lengths, variant, group, dim, decay, dtype):
     rows = [length for length, _ in lengths]
     keys = [length + before for length, before in lengths]
     check_prefill([ops.prefill_attention, by_blocks], prefill_case(
-        rows, keys, group=group, dim=dim, decay=decay, dtype=dtype, attention=form))
+        rows, keys, group=group, dim=dim, decay=decay, dtype=dtype, attention=variant))
 
 
 @pytest.mark.parametrize("lengths", [[300], [40, 40], [5, 700]])
 @pytest.mark.parametrize("window", [None, 3, 290])
 def test_sdpa(lengths, window):
-    form = AttentionForm(scale=0.3, window=window)
-    case = prefill_case(lengths, group=2, attention=form)
-    out = torch_ops.sdpa_prefill_attention(case["q"], case["k"], case["v"], lengths, form=form)
-    wanted = reference.prefill_attention(case["q"], case["k"], case["v"], lengths, form=form)
+    variant = AttentionVariant(scale=0.3, window=window)
+    case = prefill_case(lengths, group=2, attention=variant)
+    out = torch_ops.sdpa_prefill_attention(case["q"], case["k"], case["v"], lengths,
+                                           variant=variant)
+    wanted = reference.prefill_attention(case["q"], case["k"], case["v"], lengths, variant=variant)
     torch.testing.assert_close(out, wanted, rtol=0, atol=2e-5)
-    assert not torch_ops.sdpa_supports(AttentionForm(softcap=1.0))
-    assert not torch_ops.sdpa_supports(AttentionForm(sinks=True))
+    assert not torch_ops.sdpa_supports(AttentionVariant(softcap=1.0))
+    assert not torch_ops.sdpa_supports(AttentionVariant(sinks=True))
 
 
 @pytest.mark.source("decode")
 @pytest.mark.parametrize("stored", [*FORMS, *MIXED])
-@pytest.mark.parametrize("form", [form for form in COMBINATIONS if form.window is None], ids=str)
-def test_decode(isa, form, stored):
-    for offsets in (False, form.softcap > 0 or form.sinks):
-        check_decode(DECODE, decode_case([1, 0, 70, 33], form=stored, group=3, dim=16,
-                                         attention=form, offsets=offsets))
-    check_decode(DECODE, decode_case([9, 40, 33], form=stored, group=2, dim=16, full=[1, 2],
-                                     eviction=Eviction(), rotary=8, attention=form))
+@pytest.mark.parametrize(
+    "variant", [variant for variant in COMBINATIONS if variant.window is None], ids=str)
+def test_decode(isa, variant, stored):
+    for offsets in (False, variant.softcap > 0 or variant.sinks):
+        check_decode(DECODE, decode_case([1, 0, 70, 33], stored=stored, group=3, dim=16,
+                                         attention=variant, offsets=offsets))
+    check_decode(DECODE, decode_case([9, 40, 33], stored=stored, group=2, dim=16, full=[1, 2],
+                                     eviction=Eviction(), rotary=8, attention=variant))
 
 
 @pytest.mark.source("decode")
@@ -113,19 +115,20 @@ def test_decode_hides_tokens_outside_the_window(isa, window, eviction):
     for cached in ([9, 40, 33], [600]):
         check_decode(DECODE, decode_case(
             cached, group=2, full=[0], eviction=eviction,
-            attention=AttentionForm(softcap=2.0, sinks=True, window=window)))
+            attention=AttentionVariant(softcap=2.0, sinks=True, window=window)))
 
 
 @pytest.mark.source("decode")
 @pytest.mark.parametrize("group", [4, 8])
-@pytest.mark.parametrize("form", [AttentionForm(0.3, 2.0), AttentionForm(window=200, sinks=True)],
+@pytest.mark.parametrize("variant",
+                         [AttentionVariant(0.3, 2.0), AttentionVariant(window=200, sinks=True)],
                          ids=str)
 @pytest.mark.parametrize("stored", [4, *MIXED])
-def test_decode_of_grouped_queries_over_many_records(isa, stored, form, group):
-    eviction = Eviction(window=form.window or 0)
+def test_decode_of_grouped_queries_over_many_records(isa, stored, variant, group):
+    eviction = Eviction(window=variant.window or 0)
     for dim, cached in ((64, [300, 192]), (128, [600])):
-        check_decode(DECODE, decode_case(cached, group=group, dim=dim, full=[0], form=stored,
-                                         eviction=eviction, attention=form, offsets=True))
+        check_decode(DECODE, decode_case(cached, group=group, dim=dim, full=[0], stored=stored,
+                                         eviction=eviction, attention=variant, offsets=True))
 
 
 @settings(max_examples=examples(25))
@@ -133,26 +136,26 @@ def test_decode_of_grouped_queries_over_many_records(isa, stored, form, group):
        cap=st.sampled_from((0.0, 5.0)), sinks=st.booleans(),
        stored=st.sampled_from([*FORMS, *MIXED]), group=st.integers(1, 5))
 def test_any_decode(cached, window, cap, sinks, stored, group):
-    form = AttentionForm(softcap=cap, sinks=sinks)
+    variant = AttentionVariant(softcap=cap, sinks=sinks)
     check_decode([ops.decode_attention], decode_case(
-        cached, form=stored, group=group, full=[0], eviction=Eviction(window=window),
-        attention=form))
+        cached, stored=stored, group=group, full=[0], eviction=Eviction(window=window),
+        attention=variant))
 
 
 def test_the_default_form_gives_the_same_bits():
     case = prefill_case([70, 3], group=2, dim=24)
     plain = ops.prefill_attention(**case | {"scores": None})
-    wide = AttentionForm(window=70)  # as wide as the longest prompt: no window
-    assert torch.equal(plain, ops.prefill_attention(**case | {"scores": None, "form": wide}))
+    wide = AttentionVariant(window=70)  # as wide as the longest prompt: no window
+    assert torch.equal(plain, ops.prefill_attention(**case | {"scores": None, "variant": wide}))
     case = decode_case([70, 3])
     assert torch.equal(ops.decode_attention(**case)[0],
-                       ops.decode_attention(**case | {"form": wide})[0])
+                       ops.decode_attention(**case | {"variant": wide})[0])
 
 
 @BUILT
 def test_arguments_are_checked():
-    form = AttentionForm(sinks=True)
-    case = prefill_case([4], attention=form) | {"sinks": torch.zeros(3)}
+    variant = AttentionVariant(sinks=True)
+    case = prefill_case([4], attention=variant) | {"sinks": torch.zeros(3)}
     with pytest.raises(ValueError, match="sinks must be"):
         ops.prefill_attention(**case)
     with pytest.raises(ValueError, match="a window needs the positions"):
@@ -167,4 +170,4 @@ def test_arguments_are_checked():
     ({"window": 1}, "window"), ({"window": 2.5}, "window"), ({"sinks": 1}, "sinks")])
 def test_forms_are_checked(options, words):
     with pytest.raises(UserError, match=words):
-        AttentionForm(**options)
+        AttentionVariant(**options)

@@ -1,0 +1,95 @@
+"""Drafts of a small model with the same token ids, which is resident in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.cache.layout import CacheSize, slots_of
+from flexgen_h2o.config.limits import DRAFT_CHUNK
+from flexgen_h2o.config.sampling import SamplingParams
+from flexgen_h2o.engine.batch import Request, next_turn
+from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler
+from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
+from flexgen_h2o.h2o.batch_layout import BatchLayout
+
+if TYPE_CHECKING:
+    from flexgen_h2o.engine.runner import Runner
+
+
+@dataclass
+class _DraftedText:
+    """The draft model's cache of a text, and the tokens in it."""
+
+    workspace: Workspace
+    tokens: list[int] = field(default_factory=list)
+
+
+class ModelDrafter:
+    """Drafts the greedy continuation of a draft model.
+
+    Each request has a full cache of its own. Rejected drafts are overwritten in it.
+
+    Parameters
+    ----------
+    runner : Runner
+        Runner of the draft model. Its cache never evicts.
+    max_tokens : int
+        Maximum length of a text.
+    vocab_size : int
+        The number of the verifying model's token ids.
+    """
+
+    def __init__(self, runner: Runner, *, max_tokens: int, vocab_size: int):
+        self._runner = runner
+        self._vocab_size = vocab_size
+        self._max_tokens = min(max_tokens, runner.config.plain_positions)
+        self._layout = BatchLayout((self._max_tokens,), 0)
+        self._sampler = Sampler(SamplingParams(do_sample=False), ())
+        self._texts: dict[int, _DraftedText] = {}
+
+    def begin(self, request: Request) -> None:
+        """Cache the text."""
+        self.draft(request, 1)
+
+    def draft(self, request: Request, most: int) -> list[int]:
+        """Return the greedy continuation of the text; no tokens past the model's positions."""
+        text, history = self._texts.get(request.key), request.history
+        most = min(most, self._max_tokens - len(history) + 1)
+        if most < 1:
+            return []
+        if text is None:
+            text = self._texts[request.key] = _DraftedText(self._workspace())
+        pairs = zip(text.tokens, history[:-1], strict=False)
+        cached = next((place for place, (token, other) in enumerate(pairs) if token != other),
+                      min(len(text.tokens), len(history) - 1))
+        drafted = Request(request.key, history[cached:])
+        if max(drafted.prompt) >= self._runner.config.vocab_size:
+            return []
+        self._runner.extend(
+            text.workspace, next_turn(drafted, most - 1, past=cached, chunk=DRAFT_CHUNK),
+            GenerationSampler({request.key: GenerationRules(self._sampler, most)}))
+        text.tokens = history + drafted.generated[:-1]
+        # Either model may have padded its vocabulary.
+        return list(takewhile(lambda token: token < self._vocab_size, drafted.generated))
+
+    def _workspace(self) -> Workspace:
+        """Return the memory of one text."""
+        layers = self._runner.config.num_layers
+        workspace = self._runner.workspace(WorkspaceSize(
+            CacheSize(1, 1, slots_of(self._layout.sizes, None, layers)), DRAFT_CHUNK))
+        workspace.cache.begin([self._layout])
+        return workspace
+
+    def forget(self, request: Request) -> None:
+        """Free the cache of a request."""
+        text = self._texts.pop(request.key, None)
+        if text is not None:
+            text.workspace.close()
+
+    def close(self) -> None:
+        """Free the caches of all requests."""
+        for text in self._texts.values():
+            text.workspace.close()
+        self._texts.clear()
