@@ -116,6 +116,37 @@ def test_popular_experts_stay_when_layers_alternate():
     assert hit_rate([20, 20, 20, 1, 1, 1], slots=12) > 0.75
 
 
+def test_many_sequences_hit_as_often_as_with_fixed_experts():
+    """Most experts are chosen in each pass, all alike often, and half of them have slots."""
+    chance, policy, hits = random.Random(5), SlotPolicy(LAYERS * 32, LAYERS), 0
+    for number in range(60 * LAYERS):
+        layer = number % LAYERS
+        keys = [(layer, expert) for expert in chance.sample(range(64), 50)]
+        policy.begin(layer)
+        for key in keys:
+            policy.use(key)
+        present = [key for key in keys if policy.slot(key) is not None]
+        for key in present:
+            policy.pin(key)
+        for key in [key for key in keys if key not in present]:
+            policy.allocate(key)
+        for key in present:
+            policy.unpin(key)
+        if number >= 20 * LAYERS:
+            hits += len(present)
+    assert hits / (40 * LAYERS * 50) > 0.98 * 0.5, "fixed ones would be hit by half"
+
+
+def test_frequent_choices_of_one_pass_stay():
+    """A prompt chooses all experts of a layer, some of them with most of its tokens."""
+    policy = SlotPolicy(3, 1)
+    policy.begin(0)
+    for expert, tokens in enumerate([1, 9, 1, 9, 1, 1]):
+        policy.use((0, expert), tokens)
+        policy.allocate((0, expert))
+    assert {(0, 1), (0, 3)} < set(policy.cached)
+
+
 def test_an_evicted_expert_has_no_slot():
     policy = SlotPolicy(2, LAYERS)
     step(policy, 0, [(0, 1), (0, 2)])
