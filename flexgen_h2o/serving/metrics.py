@@ -114,8 +114,8 @@ class Metrics:
     def values(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """Return the values of a counter by those of some labels."""
         return {tuple(sample.labels[label] for label in labels): sample.value
-                for metric in self._registry.collect() for sample in metric.samples
-                if sample.name == f"{name}_total"}
+                for metric in self._registry.restricted_registry([f"{name}_total"]).collect()
+                for sample in metric.samples}
 
     def shares(self) -> dict[str, float]:
         """Return hit rates, and the decode steps' share of their roofline, as far as known."""
