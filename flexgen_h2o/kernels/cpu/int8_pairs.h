@@ -108,11 +108,12 @@ INLINE void multiply_units(const PrefetchedWords& words, int64_t count, int shif
     for (; COUNT > 1 && n < count; n++) add_units<true, C, R, 1>(words, n, shift, x, sums);
 }
 
-// Multiply R rows from `row` on by a tile, to totals [R, MATRIX_TILE].
-template <class C, int R>
+// Multiply R rows from `row` on by a tile, to totals [R, MATRIX_TILE]. A group has UNITS units, or any
+// number of them if it is 0. With a constant, the sums of a group stay in registers.
+template <class C, int R, int UNITS>
 NOINLINE void multiply_rows(const Blocks& m, int64_t tile, const QuantizedInput& p, int64_t row,
                             CacheLevel to, float* out) {
-    const int64_t units = m.words / C::unit_words;
+    const int64_t units = UNITS ? UNITS : m.words / C::unit_words;
     const uint32_t* x = p.block(0, row);
     const float *steps = p.steps + row, *x_sums = p.sums + row;
     const int64_t x_group = p.rows * p.words, rows = p.rows, groups = m.groups;
@@ -151,9 +152,13 @@ NOINLINE void multiply_rows(const Blocks& m, int64_t tile, const QuantizedInput&
 // Compute a tile of outputs, to totals [rows, MATRIX_TILE].
 template <class C>
 void multiply_tiles(const Blocks& m, int64_t tile, int64_t, const QuantizedInput& p, float* totals) {
+    constexpr int UNITS = (C::bits == 4 ? 32 : 64) / C::unit_inputs;  // of the engine's own layouts
     const CacheLevel to = cache_of_weights(p.rows <= ROWS);
     by_rows(p.rows, [&](auto count, int64_t row) {
-        multiply_rows<C, decltype(count)::value>(m, tile, p, row, to, totals + row * MATRIX_TILE);
+        constexpr int R = decltype(count)::value;
+        const auto multiply = m.words == UNITS * C::unit_words ? multiply_rows<C, R, UNITS>
+                                                               : multiply_rows<C, R, 0>;
+        multiply(m, tile, p, row, to, totals + row * MATRIX_TILE);
     });
 }
 
