@@ -552,9 +552,12 @@ class LLM(Session):
         ------
         UserError
             The budget is a ratio of a prompt, or generated tokens are not evicted; `max_tokens` is
-            missing with a full cache; or the cache does not fit in memory.
+            missing with a full cache; the policy has `speculate`; or the cache does not fit in
+            memory.
         """
         self._control.check_single_rank("stream")
+        if self.policy.speculate is not None:
+            raise UserError("a stream does not draft tokens: leave the policy's speculate out")
         self._check_open()
         stream = Stream(self._engine.runner.with_prefill_chunk(self.policy.prefill_chunk or CHUNK),
                         self._prompts, self._memory, self.call_lock, max_tokens=max_tokens,

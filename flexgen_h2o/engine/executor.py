@@ -71,14 +71,17 @@ class Executor:
         Expert slots of a mixture of experts, which needs `sep_layer`.
     drafter : Drafter, optional
         Drafts tokens for speculative decoding. Batches must have one sequence each.
+    draft_autotune : DraftAutotune, optional
+        Chooses the length of drafts. Default: a new one.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
                  transfers: Transfers, policy: Policy,
                  exchange: Exchange | None = None, experts: ExpertSlots | None = None,
-                 drafter: Drafter | None = None):
+                 drafter: Drafter | None = None, draft_autotune: DraftAutotune | None = None):
         self._policy = policy
         self._drafter = drafter
+        self._draft_autotune = draft_autotune or DraftAutotune(policy.num_speculative_tokens)
         self._weights = weights
         self._cache, self._hidden = workspace.cache, workspace.hidden
         self._transfers = transfers
@@ -134,7 +137,7 @@ class Executor:
         if self._exchange is not None:
             self._exchange.begin(len(batches))
         self._timing = timing = Timing()
-        self._draft_autotune = DraftAutotune(batches[0].batch_layout.draft_tokens)
+        self._draft_autotune.begin()
         self._before_pass = 0, 0, 0  # sequences computed, drafted tokens, accepted tokens
         batch_layout = batches[0].batch_layout
         passes = batch_layout.prefill_passes + batch_layout.new
@@ -290,7 +293,8 @@ class Executor:
     def _next_drafts(self, drafter: Drafter, batch: Batch) -> list[int]:
         """Return the drafts for a batch's next forward pass, within the sequence's limit."""
         request, layout = batch.requests[0], batch.batch_layout
-        most = min(self._draft_autotune.length, layout.draft_tokens,
+        sequences = sum(not batch.finished for batch in self._batches)
+        most = min(self._draft_autotune.length(sequences), layout.draft_tokens,
                    layout.limit(0) - len(request.generated))
         return drafter.draft(request, most) if most > 0 else []
 

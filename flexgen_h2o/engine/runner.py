@@ -38,7 +38,7 @@ from flexgen_h2o.engine.sampling import LogitsConsumer
 from flexgen_h2o.engine.schedule import LayerStep
 from flexgen_h2o.engine.scoring import DecodeScorer
 from flexgen_h2o.engine.source import ByteProgress, ModelSource
-from flexgen_h2o.engine.speculation import Drafter, NgramDrafter
+from flexgen_h2o.engine.speculation import DraftAutotune, Drafter, NgramDrafter
 from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize, rotation_of
@@ -168,6 +168,7 @@ class Runner:
             args = replace(args, policy=replace(args.policy, sep_layer=True))
         self.rank = rank
         self._draft = draft
+        self._draft_autotune = DraftAutotune(args.policy.num_speculative_tokens)
         self.stage = Stage.all_layers(self.config.num_layers) if rank is None else rank.stage
         self.stage_config = self.config.slice_layers(self.stage.first, self.stage.last)
         self._exchange = None if rank is None else Exchange(
@@ -430,7 +431,8 @@ class Runner:
         sent_before = 0 if self._exchange is None else self._exchange.sent_bytes
         executor = Executor(self.config, self.weights, workspace, transfers=self._transfers,
                             policy=self.args.policy, exchange=self._exchange,
-                            experts=self._experts, drafter=drafter)
+                            experts=self._experts, drafter=drafter,
+                            draft_autotune=self._draft_autotune)
         experts_before = None if self._experts is None else replace(self._experts.counts)
         recalls = workspace.cache.recall_counts
         with (torch.inference_mode(), self.sampled_memory(),

@@ -25,6 +25,10 @@ _MEASURED_STEPS = 8
 """Newest decode steps, with drafts and without, that are compared."""
 
 
+_SHORTEST_DRAFT = 4
+"""Drafted tokens of the first steps with drafts. Fewer hardly pay for a step of several rows."""
+
+
 class Drafter(Protocol):
     """Drafts the tokens that a request may generate next."""
 
@@ -94,7 +98,8 @@ class DraftAutotune:
     A drafted token takes time to draft and to verify, and an accepted one saves a decode step. The
     balance is kept as a credit in seconds, to which each decode step adds `LOSS_SHARE` of its time.
     A step drafts as many tokens as the credit pays for if none is accepted. So drafts are long
-    where they are accepted or cost nothing, as with weights on disk, and rare elsewhere.
+    where they are accepted or cost nothing, as with weights on disk, and rare elsewhere. What is
+    learned of one block is kept for the next.
 
     Parameters
     ----------
@@ -104,7 +109,7 @@ class DraftAutotune:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._longest = 1
+        self._shortest = self._longest = min(_SHORTEST_DRAFT, most)
         self._credit = 0.0
         self._sequences = 1
         self._plain: deque[float] = deque(maxlen=_MEASURED_STEPS)
@@ -112,14 +117,19 @@ class DraftAutotune:
         self._verified: deque[tuple[float, int, int]] = deque(maxlen=_MEASURED_STEPS)
         """Seconds, sequences and drafted tokens of each of the newest other forward passes."""
 
-    @property
-    def length(self) -> int:
-        """Maximum length of the drafts of the next decode step; 0: no drafts."""
+    def length(self, sequences: int) -> int:
+        """Return the maximum length of the drafts of the next decode step; 0: no drafts.
+
+        `sequences` are computed in it.
+        """
+        if sequences != self._sequences:
+            self._plain.clear()
+            self._sequences = sequences
         if not self._plain or self._credit <= 0:
             return 0
         row = self._row_seconds()
-        affordable = self._credit / (row * self._sequences) if row else self._most
-        return int(min(self._longest, affordable))
+        affordable = self._credit / (row * sequences) if row else self._most
+        return int(min(self._longest, affordable)) if affordable >= self._shortest else 0
 
     def _row_seconds(self) -> float:
         """Return the seconds of a drafted token: at most those of a decode step."""
@@ -127,6 +137,10 @@ class DraftAutotune:
         rows = [(seconds - step * sequences) / drafted
                 for seconds, sequences, drafted in self._verified]
         return max(0.0, min([step, *([median(rows)] if rows else [])]))
+
+    def begin(self) -> None:
+        """Begin a block: texts of other lengths take other times."""
+        self._plain.clear()
 
     def record_prefill(self, seconds: float, *, sequences: int, rows: int) -> None:
         """Add a forward pass of prompts. It shows what several rows cost before any draft does."""
@@ -144,7 +158,6 @@ class DraftAutotune:
         drafted, accepted : int
             Drafted tokens that were verified, and accepted.
         """
-        self._sequences = sequences
         if drafted:
             self._verified.append((seconds, sequences, drafted))
         else:
@@ -164,4 +177,4 @@ class DraftAutotune:
         if costs_nothing or accepted == drafted:
             self._longest = min(2 * self._longest, self._most)
         elif not accepted:
-            self._longest = max(1, self._longest // 2)
+            self._longest = max(self._shortest, self._longest // 2)
