@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli.command import StopRequest, entry_point
@@ -19,7 +20,6 @@ from flexgen_h2o.cli.parser import (
     Parser,
     build_parser,
     check_flags,
-    check_placed,
     flag_fields,
     given_flags,
 )
@@ -32,8 +32,11 @@ from flexgen_h2o.cli.request_flags import (
 )
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
+from flexgen_h2o.config.policy import Workload
+from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.terminal import print_stdout
+from flexgen_h2o.metrics.report import fit_rows
 from flexgen_h2o.requests.tokenizing import BoundedEncoder, RequestTokenizer
 
 if TYPE_CHECKING:
@@ -46,8 +49,8 @@ KEY_VARIABLE = "FLEXGEN_H2O_API_KEY"
 MAX_MODEL_LEN = 4096
 """Default of ``--max-model-len`` for models with more positions."""
 
-_PLANNING = ("goal", "allow_compression", "plan_only", "recalibrate", "hardware")
-_ONE_RANK = ("pipeline_parallel", "rank_timeout")
+_WITHOUT = ("plan_only", "hardware", "pipeline_parallel", "rank_timeout")
+"""Flags of `generate` in shared groups that have no effect here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,8 @@ class ServeOptions(RequestOptions):
 
     def __post_init__(self) -> None:
         check_flags(self)
-        check_placed(self.run)
+        if self.run.percent == AUTO and self.max_model_len is None:
+            raise UserError("--percent auto plans for requests of --max-model-len tokens: give it")
         if self.port > 65535:
             raise UserError(f"--port must be at most 65535, got {self.port}")
         for origin in self.cors_origin or ():
@@ -158,7 +162,7 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
 
     defaults = options.defaults()
     with (closing(Store(options.data_dir)) as store, _bind(options) as listener,
-          open_llm(options.run) as llm):
+          _spooled_in(options.data_dir), _open_planned(options) as llm):
         max_len = options.max_model_len or 1 + llm.clamped(1, MAX_MODEL_LEN - 1)
         if 1 + llm.clamped(1, max_len - 1) < max_len:
             raise UserError(f"--max-model-len {max_len} is more than the model's positions: give "
@@ -199,6 +203,33 @@ def _hardware(config: RunConfig, llm: LLM) -> Hardware | str:
                              str(llm.dtype).removeprefix("torch."))
 
 
+@contextmanager
+def _spooled_in(folder: str) -> Iterator[None]:
+    """Let uploads come into this folder: the system's may be in memory."""
+    before = tempfile.tempdir
+    tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def _open_planned(options: ServeOptions) -> LLM:
+    """Open the model, with ``--percent auto`` by the plan for the longest requests."""
+    config, length = options.run, options.max_model_len
+    if config.percent != AUTO:
+        return open_llm(config)
+    from flexgen_h2o.cli import planner  # imports scipy, which is slow
+
+    assert length is not None
+    new = min(config.gen_len, length - 1)
+    load = Workload(length - new, new, config.resolved_gpu_batch_size,
+                    config.resolved_num_gpu_batches)
+    plan = planner.plan(replace(config, prompt_len=load.prompt_len), load, None)
+    print_stdout(fit_rows(plan.text, 13))
+    return open_llm(plan.config, implementations=plan.implementations)
+
+
 def _bind(options: ServeOptions) -> socket.socket:
     """Return a socket on the address to listen on. Raises `UserError`."""
     try:
@@ -220,7 +251,7 @@ def _bind(options: ServeOptions) -> socket.socket:
 def parser() -> Parser:
     """Return the parser of the flags."""
     return build_parser(
-        request_flags(ServeOptions, without=(*_PLANNING, *_ONE_RANK)), command="serve",
+        request_flags(ServeOptions, without=_WITHOUT), command="serve",
         usage="%(prog)s [--model NAME] [--percent P ...] [--host HOST] [--port N] [flags]",
         description="Serve OpenAI's Files, Batch, completion and chat endpoints. Batches survive "
         "restarts.")
@@ -229,7 +260,7 @@ def parser() -> Parser:
 def parse_args(argv: Sequence[str] | None = None) -> ServeOptions:
     """Parse flags into checked `ServeOptions`. Raises `UserError`."""
     values = given_flags(parser(), argv)
-    check_supported(values, "serve", (*UNSUPPORTED, *_PLANNING, *_ONE_RANK, "csv", "output"))
+    check_supported(values, "serve", (*UNSUPPORTED, *_WITHOUT, "csv", "output"))
     options: dict[str, Any] = {spec.name: values.pop(spec.name)
                                for spec in flag_fields(ServeOptions) if spec.name in values}
     return ServeOptions(run=RunConfig.from_mapping(values), **options)

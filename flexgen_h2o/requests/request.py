@@ -248,7 +248,7 @@ def parse_request(url: str, body: Mapping[str, Any], custom_id: str, defaults: D
     fields = {name: value for name, value in defaults.fields.items() if name in URLS[url]} | fields
     model = fields.get("model")
     if model is not None and model not in defaults.models:
-        raise BadRequest(f"model {short_repr(model)} is not the job's, "
+        raise BadRequest(f"there is no model {short_repr(model)} here: use "
                          f"{min(defaults.models, key=len)}",
                          param="model", code="mismatched_model")
     messages = _messages(fields.get("messages")) if chat else ()

@@ -229,7 +229,7 @@ class Api:
 
     async def _complete(self, request: Request) -> Response:
         tokenized, options = await run_in_threadpool(
-            read_live, request.url.path, read_json(await request.body()), self._defaults,
+            read_live, request.scope["path"], read_json(await request.body()), self._defaults,
             self._tokenizer)
         live = LiveRequest(tokenized, self._model, self._scheduler.parser,
                            self._scheduler.metrics)

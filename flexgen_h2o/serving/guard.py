@@ -6,7 +6,6 @@ import hmac
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -25,6 +24,7 @@ MAX_DEPTH = 100
 MAX_HEADERS = 1 << 16
 """Bytes of all headers."""
 _FORM = 1 << 16  # bytes of a form beside its file
+_HOST = re.compile(r"(\[[\da-f:.]+\]|[\w.-]+)(?::\d+)?", re.ASCII)
 _PUBLIC = re.compile("/|/health|/static/.*")  # paths that need no key
 
 
@@ -107,26 +107,20 @@ class Guard:
             raise ApiError(431, f"the headers have more than {MAX_HEADERS >> 10} KiB")
         if self._key is not None:
             given = headers.get("authorization", "").encode()
-            if not (_PUBLIC.fullmatch(connection.url.path)
-                    or hmac.compare_digest(given, self._key)):
+            path = connection.scope["path"]  # not connection.url, which Host is a part of
+            if not (_PUBLIC.fullmatch(path) or hmac.compare_digest(given, self._key)):
                 raise ApiError(401, "the API key is missing or wrong: send the server's --api-key "
                                "as \"Authorization: Bearer KEY\"", code="invalid_api_key",
                                headers={"WWW-Authenticate": "Bearer"})
             return
         host, origin = headers.get("host", ""), headers.get("origin")
-        if _hostname(f"//{host}") not in self._hosts:
+        name = _HOST.fullmatch(host)
+        if name is None or name[1].strip("[]") not in self._hosts:
             raise ApiError(403, f"the server has no name {host!r:.80}: use one of "
                            f"{', '.join(sorted(self._hosts))}, or start it with --api-key")
         if origin not in (None, f"http://{host}", f"https://{host}", *self._origins):
             raise ApiError(403, f"pages of {origin!r:.80} may not use the server: start it with "
                            "--cors-origin")
-
-
-def _hostname(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
 
 
 def _too_large(limit: int) -> ApiError:

@@ -313,7 +313,11 @@ class Store:
 
     def active_batches(self) -> list[Batch]:
         """Return the batches with work left, oldest first."""
-        return [batch for batch in self.page(Batch, descending=False)[0] if batch.active]
+        with self._transaction() as database:
+            rows = database.execute(
+                "SELECT data FROM records WHERE kind = 'batch' AND json_extract(data, '$.status') "
+                f"IN ({', '.join('?' * len(ACTIVE))}) ORDER BY number", ACTIVE).fetchall()
+        return [msgspec.json.decode(data, type=Batch) for data, in rows]
 
 
 def new_id(prefix: str) -> str:

@@ -229,7 +229,7 @@ def test_failed_requests_do_not_stop_the_job(runs):
     found = {(line["custom_id"], (line["error"] or line["response"]["body"]["error"])["message"])
              for line in read_jsonl(errors)}
     for name, words in {"r0": "line 3: 'r0' is the id of an earlier line", None: "line 4: the line",
-                        "t": "line 5: tools", "m": "line 9: model 'gpt-4' is not the job's",
+                        "t": "line 5: tools", "m": "line 9: there is no model 'gpt-4' here",
                         "long": "line 6: prompt of line 6 has", "big": "token id 4000 is not below",
                         "much": "300 new ones exceed the model's 256 positions"}.items():
         assert any(name == custom_id and words in message for custom_id, message in found), words

@@ -176,7 +176,7 @@ def test_neutral_fields_are_ignored():
     ({**completion(), "custom_id": None}, "missing_required_parameter", "custom_id", "custom_id"),
     ({**completion(), "method": "GET"}, "invalid_method", "method", "POST"),
     ({**completion(), "url": "/v1/embeddings"}, "invalid_url", "url", "/v1/embeddings"),
-    (completion(model="gpt-4"), "mismatched_model", "model", "'gpt-4' is not the job's, tiny"),
+    (completion(model="gpt-4"), "mismatched_model", "model", "no model 'gpt-4' here: use tiny"),
     (completion(stream=True), "unsupported_parameter", "stream", "stream True is not supported"),
     (chat_line(tools=[{}]), "unsupported_parameter", "tools", "tools"),
     (completion(min_tokens=5, max_tokens=4), "invalid_request_error", "min_tokens",

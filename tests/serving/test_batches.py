@@ -6,6 +6,7 @@ import json
 
 import openai
 import pytest
+from helpers import planning_cases
 from helpers.servers import flags, request, serving
 
 from flexgen_h2o import LLM
@@ -172,3 +173,11 @@ def test_too_many_batches_are_refused(served, monkeypatch):
     with pytest.raises(openai.RateLimitError) as error:
         served.batch([request("a", prompt="w3")])
     assert int(error.value.response.headers["retry-after"]) > 0
+
+
+def test_auto_plan_serves(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("flexgen_h2o.planning.calibrate.load_or_calibrate",
+                        lambda *_, **__: planning_cases.CPU)
+    with serving(flags(words, tmp_path, "--percent", "auto")) as served:
+        assert served.wait(served.batch(greedy(2)).id).request_counts.completed == 2
+    assert "tokens/s" in capsys.readouterr().out
