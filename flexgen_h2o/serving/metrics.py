@@ -120,8 +120,10 @@ class Metrics:
     def shares(self) -> dict[str, float]:
         """Return hit rates, and the decode steps' share of their roofline, as far as known."""
         found = self.values("flexgen_h2o:lookups", "cache", "result")
-        shares = {f"Hit rate, {cache}": number / (number + found.get((cache, "miss"), 0))
-                  for (cache, result), number in found.items() if result == "hit"}
+        shares = {}
+        for cache in sorted({cache for cache, _ in found}):
+            hits, misses = (found.get((cache, result), 0) for result in ("hit", "miss"))
+            shares[f"Hit rate, {cache}"] = hits / (hits + misses)
         decode, least = (sum(self.values(f"flexgen_h2o:{name}").values())
                          for name in ("decode_seconds", "decode_roofline_seconds"))
         return shares | ({"Decode, share of roofline": least / decode} if decode else {})

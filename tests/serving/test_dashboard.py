@@ -192,3 +192,5 @@ def test_blocks_add_to_counters_of_links_and_caches():
     assert counted.values("flexgen_h2o:link_seconds", "link") == {("disk->cpu",): 1}
     assert counted.values("flexgen_h2o:lookups", "cache", "result") == {
         ("experts", "hit"): 6, ("experts", "miss"): 2}
+    counted.count_block(run_stats(recall_loads=5), 1.0)
+    assert counted.shares() == {"Hit rate, experts": 0.75, "Hit rate, recall": 0.0}
