@@ -4,7 +4,6 @@
 
 `check_quality.py` fetches that file.
 
-
 First `--documents` chats with each schema, greedy. Then 16 of these chats with and without the
 schemas in turn, for the same number of tokens. `step_factor` is the median step with schemas over
 the median one without: both sample from the same rows of logits.
