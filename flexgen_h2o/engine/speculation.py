@@ -24,7 +24,6 @@ LOSS_SHARE = 0.03
 _MEASURED_STEPS = 8
 """Newest decode steps, with drafts and without, that are compared."""
 
-
 _SHORTEST_DRAFT = 4
 """Drafted tokens of the first steps with drafts. Fewer hardly pay for a step of several rows."""
 
@@ -144,7 +143,7 @@ class DraftAutotune:
 
     def record_prefill(self, seconds: float, *, sequences: int, rows: int) -> None:
         """Add a forward pass of prompts. It shows what several rows cost before any draft does."""
-        if rows >= _MEASURED_STEPS * sequences:
+        if rows > _SHORTEST_DRAFT * sequences:
             self._verified.append((seconds, sequences, rows - sequences))
 
     def record(self, seconds: float, *, sequences: int, drafted: int, accepted: int) -> None:
