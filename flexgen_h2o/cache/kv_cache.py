@@ -13,43 +13,32 @@ A layer step is ``load``, then ``attend_prompt`` or ``attend_token``, then ``sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 
-from flexgen_h2o.cache.chunked_prefill import LayerAttention
-from flexgen_h2o.cache.decode_attention import (
-    HostAttentionQueue,
-    PendingAttention,
-    SparseAttention,
-)
+from flexgen_h2o.cache.decode_attention import PendingAttention
 from flexgen_h2o.cache.disk_recall import DiskRecallPart, make_parts
-from flexgen_h2o.cache.draft_journal import DraftJournal
 from flexgen_h2o.cache.eviction_state import (
     ContinuedEntries,
     EvictionStates,
     Rope,
-    StepMetadata,
     copy_continued,
     write_continued,
 )
 from flexgen_h2o.cache.hot_set import RecallCounts, ZeroCopyPart
 from flexgen_h2o.cache.layout import CacheShape, CacheSize, Capacity, SlotLayout
 from flexgen_h2o.cache.prefill import PromptAttention
-from flexgen_h2o.cache.retrieval import Recall, RecallStep
-from flexgen_h2o.cache.tiers import CachePart, SlotUpdate
+from flexgen_h2o.cache.retrieval import Recall
+from flexgen_h2o.cache.tiers import CachePart
+from flexgen_h2o.cache.token_attention import TokenAttention, parts_of
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
-from flexgen_h2o.h2o.key_smoothing import BasisChange, LayerSmoothing
-from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.arguments import EvictionArguments, VariantArguments
+from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
 from flexgen_h2o.kernels.cpu import library as cpu_library
-from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.transfer import Transfers
@@ -92,15 +81,9 @@ class KVCache:
         self._transfers = transfers
         self._device = transfers.device.torch
         self._batch_layouts: list[BatchLayout] = []
-        self._updates: dict[tuple[int, int, int], SlotUpdate] = {}
-        """Slots written by a decode step, by layer, batch and the part's first sequence."""
-        self._newest: dict[int, int] = {}
-        """Number of the newest token of each batch, drafted ones included."""
-        self._journal = DraftJournal()
         self._evictions = EvictionStates(shape, self._h2o, rope=rope, device=self._device,
                                          smoothing=smoothing)
         counts = split(size.sequences, policy.cache)
-        self._host = HostAttentionQueue(counts[1], transfers)
 
         def new_parts(name: str, slot_layout: SlotLayout, slots: tuple[int, ...], *,
                       on_host: bool = False, **recall: Sequence) -> list[CachePart]:
@@ -125,13 +108,15 @@ class KVCache:
             self._prompt_parts = new_parts("prompts", shape.slot_layout(quantized=False),
                                            (size.prompt,) * shape.num_layers)
 
-        self._sparse = SparseAttention(shape, transfers)
         self._recall: Recall | None = None
         if h2o is not None and h2o.recall:
             self._recall = Recall(shape, size, h2o, parts=self.parts, device=transfers.device)
         self._prompt_attention = PromptAttention(
             shape, self._h2o, parts=self.parts, prompt_parts=self._prompt_parts,
             evictions=self._evictions, recall=self._recall)
+        self._token_attention = TokenAttention(
+            shape, self._h2o, parts=self.parts, evictions=self._evictions, recall=self._recall,
+            host_sequences=counts[1], transfers=transfers)
 
     # Blocks
 
@@ -140,7 +125,7 @@ class KVCache:
 
         These are moved layer by layer, so that only one layer is stored twice at a time.
         """
-        self._host.reset()
+        self._token_attention.reset()
         continues = any(batch_layout.has_continued for batch_layout in batches)
         for part in dict.fromkeys([*self.parts, *self._prompt_parts]):
             if continues:
@@ -196,18 +181,12 @@ class KVCache:
             for origin, length in zip(batch_layout.continued, batch_layout.lengths, strict=False):
                 for layer in range(self.shape.num_layers) if origin is not None else ():
                     for part in self._parts_of(origin.batch):
-                        if (layer, origin.batch, part.first) in self._journal:
+                        if self._token_attention.has_drafts(layer, origin.batch, part):
                             part.load(layer, origin.batch, fetch=True)
-                            self._roll_back(layer, origin.batch, part,
-                                            length + origin.generated - 1)
+                            self._token_attention.roll_back(layer, origin.batch, part,
+                                                            length + origin.generated - 1)
                             part.store(layer, origin.batch, None)
-        self._journal.clear()
-
-    def _roll_back(self, layer: int, batch: int, part: CachePart, cached: int) -> bool:
-        """Undo drafted tokens past the first `cached` tokens; return whether there were any."""
-        where = layer, batch, part.first
-        return where in self._journal and self._journal.roll_back(
-            where, cached, part.get(layer, batch))
+        self._token_attention.forget_drafts()
 
     def _holds_continued(self, batch: int, part: CachePart) -> bool:
         """Return whether a part holds continued sequences of a batch."""
@@ -218,20 +197,15 @@ class KVCache:
 
         Their slots stay as `begin` allocated them, so `begin` must be given the final lengths.
         """
-        self._host.reset()
+        self._token_attention.reset()
         for part in self.parts:
             part.synchronize()
         self._begin_batches(batches)
 
     def _begin_batches(self, batches: Sequence[BatchLayout]) -> None:
         self._batch_layouts = list(batches)
-        self._updates.clear()
-        self._newest.clear()
-        if self._recall is not None:
-            self._recall.begin(batches, captured=self.supports_capture)
         self._prompt_attention.begin(self._batch_layouts)
-        self._step_metadata = StepMetadata(self._batch_layouts, self._evictions.plans, self._h2o,
-                                           captured=self.supports_capture)
+        self._token_attention.begin(self._batch_layouts, captured=self.supports_capture)
 
     def nbytes(self) -> int:
         """Return the bytes of the block's keys and values once the prompts are cut."""
@@ -242,8 +216,7 @@ class KVCache:
 
     def _parts_of(self, batch: int, parts: list[CachePart] | None = None) -> list[CachePart]:
         """Return the parts that hold sequences of a batch."""
-        return [part for part in parts or self.parts
-                if part.first < len(self._batch_layouts[batch])]
+        return parts_of(parts or self.parts, self._batch_layouts[batch])
 
     @property
     def attends_on_host(self) -> bool:
@@ -264,7 +237,7 @@ class KVCache:
         if not self._evictions.plans[batch][layer].evicts:
             newest, drafts = batch_layout.token(forward_pass) - 1, batch_layout.draft_tokens
             if drafts:  # at most, as the tokens of the last forward pass may not be verified yet
-                newest = self._newest.get(batch, 0) + drafts
+                newest = self._token_attention.newest_token(batch) + drafts
             cached = batch_layout.max_tokens(max(0, newest))
         if not batch_layout.in_prefill(forward_pass):
             for part in self._parts_of(batch):
@@ -317,99 +290,16 @@ class KVCache:
         drafted : bool
             The new token may be rejected: it is, if a later call has the same or a lower `token`.
         """
-        offsets = self._rotate(layer, batch, q, k, rope)
-        pending = PendingAttention()
-        self._newest[batch] = token
-        # Host jobs first: they need not wait for attention on the device.
-        for part in sorted(self._parts_of(batch), key=lambda part: not part.on_host):
-            sequences = part.sequences(batch)
-            part_q, part_k, part_v = (x[sequences] for x in (q, k, v))
-            part_sinks = sinks
-            if part.on_host and sinks is not None:
-                part_sinks = self._host.sinks_on_host(layer, sinks)
-            attention = LayerAttention(self.shape.attention_variant(layer), part_sinks,
-                                       None if offsets is None else offsets[sequences])
-            where = layer, batch, part.first
-            cached = self._batch_layouts[batch].tokens(part.first, token) - 1
-            rolled_back = not drafted and self._roll_back(layer, batch, part, cached)
-            attend = self._part_attention(layer, batch, part, token, attention.options)
-            state = self._evictions.state(layer, batch, part)
-            if drafted and state is not None:
-                attend = partial(self._journal.attend, where, cached, part.get(layer, batch),
-                                 state, attend)
-            if any(part.prefetch_capacity(layer, batch)):
-                self._prefetch(layer, batch, part, part_q, part_k, token=token,
-                               attention=attention)
-            if part.on_host:
-                out, handle = self._host.start(part_q, part_k, part_v, attend)
-                pending.handles.append(handle)
-            else:
-                out, slots = attend(part_q, part_k, part_v)
-                if drafted or rolled_back:
-                    self._updates.pop(where, None)  # the store then writes all slots
-                elif not part.is_resident and not part.fetches_selected(layer):
-                    self._updates[where] = SlotUpdate.gather(part.get(layer, batch), slots)
-            pending.outputs[part.first] = out
-        return pending
+        return self._token_attention.attend(layer, batch, q, k, v, token=token, rope=rope,
+                                            sinks=sinks, drafted=drafted)
 
-    def _rotate(self, layer: int, batch: int, q, k, rope: Rope | None) -> torch.Tensor | None:
-        """Rotate and smooth new queries and keys in place; return offsets of their products."""
-        query_rotation, key_rotation = self._rotations(layer, batch, rope)
-        offsets = self._empty_offsets(layer, q, query_rotation[1])
-        ops.rotate_(q, *query_rotation, offsets)
-        ops.rotate_(k, *key_rotation)
-        return offsets
+    def prefetch_token(self, layer: int, batch: int, q, k, *, token: int, rope: Rope | None,
+                       sinks: torch.Tensor | None = None) -> None:
+        """Start fetching the tokens that a new token may select, by a predicted query and key.
 
-    def _rotations(self, layer: int, batch: int, rope: Rope | None
-                   ) -> list[tuple[Rope | None, BasisChange | None]]:
-        """Return the arguments of `ops.rotate_` for new queries, and for new keys."""
-        if self._evictions.rolls(layer, batch):
-            return [(None, None)] * 2  # attention rotates them by rank
-        smoothing = self._evictions.smoothing(layer, batch)
-        if smoothing is None:
-            return [(rope, None)] * 2
-        return [(rope, smoothing.queries), (rope, smoothing.keys)]
-
-    def _empty_offsets(self, layer: int, q: torch.Tensor, change: BasisChange | None
-                       ) -> torch.Tensor | None:
-        """Return a tensor [sequences, heads] for the offsets of products, or None.
-
-        Only soft caps and attention sinks need them: see `h2o.key_smoothing`.
+        Arguments are as in `attend_token`. Results do not depend on the prediction.
         """
-        variant = self.shape.attention_variant(layer)
-        if change is None or not (variant.softcap or variant.sinks) or self._device.type != "cpu":
-            return None  # see `KeySampler` for GPUs
-        return torch.empty(q.shape[:2])
-
-    def _part_attention(self, layer: int, batch: int, part: CachePart, token: int,
-                        options: Mapping[str, Any]
-                        ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Return the function (q, k, v) -> (output, slots of the new tokens) of a part."""
-        step = self._recall_step(layer, batch, part, token)
-        if step is not None:
-            return partial(self._recall.attend, part=part, where=(layer, batch), step=step,
-                           **options)
-        metadata = self._update_metadata(layer, batch, part, token)
-        if self.shape.attn_sparsity < 1:
-            max_cached = max(self._step_metadata.tokens(batch, part, token)) - 1
-            return partial(self._sparse.attend, part=part, where=(layer, batch),
-                           metadata=metadata, max_cached=max_cached, **options)
-        return partial(
-            ops.decode_attention, slots=part.get(layer, batch), metadata=metadata,
-            layout=self.shape.layout, state=self._evictions.state(layer, batch, part), **options)
-
-    def _update_metadata(self, layer: int, batch: int, part: CachePart, token: int
-                         ) -> torch.Tensor:
-        return self._step_metadata.update(layer, batch, part, token=token,
-                                          device=part.attention_device(self._device))
-
-    def _recall_step(self, layer: int, batch: int, part: CachePart, token: int
-                     ) -> RecallStep | None:
-        """Return the recall metadata of a step; None if new tokens attend to all tokens."""
-        if self._recall is None:
-            return None
-        return self._recall.step(layer, batch, part, device=part.attention_device(self._device),
-                                 tokens=self._step_metadata.tokens(batch, part, token))
+        self._token_attention.prefetch(layer, batch, q, k, token=token, rope=rope, sinks=sinks)
 
     # After compute
 
@@ -420,7 +310,7 @@ class KVCache:
         decode = not batch_layout.in_prefill(forward_pass)
         for part in self._parts_of(batch, self.parts if cut else self._prompt_parts):
             if not (decode and part.fetches_selected(layer)):
-                part.store(layer, batch, self._updates.pop((layer, batch, part.first), None))
+                part.store(layer, batch, self._token_attention.take_update(layer, batch, part))
 
     # Prefetch of selected tokens
 
@@ -435,38 +325,12 @@ class KVCache:
         """True if `prefetch_token` can fetch tokens ahead of their selection."""
         return any(isinstance(part, DiskRecallPart) for part in self.parts)
 
-    def prefetch_token(self, layer: int, batch: int, q, k, *, token: int, rope: Rope | None,
-                       sinks: torch.Tensor | None = None) -> None:
-        """Start fetching the tokens that a new token may select, by a predicted query and key.
-
-        Arguments are as in `attend_token`. Results do not depend on the prediction.
-        """
-        offsets = self._rotate(layer, batch, q, k, rope)
-        for part in self._parts_of(batch):
-            if part.fetches_selected(layer):
-                sequences = part.sequences(batch)
-                attention = LayerAttention(self.shape.attention_variant(layer), sinks,
-                                           None if offsets is None else offsets[sequences])
-                self._prefetch(layer, batch, part, q[sequences], k[sequences], token=token,
-                               attention=attention)
-
-    def _prefetch(self, layer: int, batch: int, part: CachePart, q, k, *, token: int,
-                  attention: LayerAttention) -> None:
-        """Fetch the tokens that a part's sequences select, and more where its hot set is empty."""
-        step = self._recall_step(layer, batch, part, token)
-        step = step.widen(part.prefetch_capacity(layer, batch))
-        part.prefetch(layer, batch, self._recall.select(
-            q, k, index=self._recall.index(layer, batch, part), step=step,
-            **attention.options))
-
     # Capture and replay of decode steps on a CPU
 
     @property
     def supports_capture(self) -> bool:
         """True if `capture_token` can capture attention over new tokens once for a block."""
-        one_part = len(self.parts) == 1 and self.shape.attn_sparsity == 1
-        in_kernels = self._evictions.eviction.policy is None
-        return self._device.type == "cpu" and one_part and in_kernels and self.is_resident
+        return self._token_attention.supports_capture and self.is_resident
 
     def capture_token(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
                       sinks: torch.Tensor | None = None, out: torch.Tensor,
@@ -475,31 +339,9 @@ class KVCache:
 
         It caches the token of the last `prepare_replay`.
         """
-        part, = self._parts_of(batch)
-        rotations = self._rotations(layer, batch, rope)
-        offsets = self._empty_offsets(layer, q, rotations[0][1])
-        for x, (tables, change), sums in zip((q, k), rotations, (offsets, None), strict=True):
-            if tables is not None or change is not None:
-                native.rotate(x, *(tables or (None, None)), change, sums, capture=capture)
-        variant = VariantArguments.from_variant(self.shape.attention_variant(layer), sinks, offsets)
-        if self._recall is not None and self._recall.index(layer, batch, part) is not None:
-            self._recall.capture(q, k, v, part=part, where=(layer, batch), variant=variant, out=out,
-                                 capture=capture)
-            return
-        assert self._evictions.eviction.policy is None, "kernels lack this policy"
-        state = EvictionArguments.from_state(self._evictions.state(layer, batch, part))
-        native.decode_attention(q, k, v, slots=part.get(layer, batch), layout=self.shape.layout,
-                                metadata=self._step_metadata.newest(layer, batch, part),
-                                eviction=state, out=out, capture=capture, variant=variant)
+        self._token_attention.capture(layer, batch, q, k, v, rope=rope, sinks=sinks, out=out,
+                                      capture=capture)
 
     def prepare_replay(self, batch: int, token: int) -> None:
         """Update the metadata of a batch's captured attention to new token `token` (from 1)."""
-        part, = self._parts_of(batch)
-        cached = self._batch_layouts[batch].tokens(0, token) - 1
-        for layer in range(self.shape.num_layers):
-            self._roll_back(layer, batch, part, cached)
-        plans = enumerate(self._evictions.plans[batch])
-        for layer in {plan.budget_group: layer for layer, plan in plans}.values():
-            self._update_metadata(layer, batch, part, token)
-        for layer in () if self._recall is None else self._recall.budget_layers:
-            self._recall_step(layer, batch, part, token)
+        self._token_attention.prepare_replay(batch, token)
