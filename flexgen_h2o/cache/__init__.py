@@ -1,7 +1,8 @@
 """The KV cache of a block of GPU batches. Read `kv_cache` first.
 
 ==================  ==================================================================
-`kv_cache`          append, attend, evict, write back: the interface to the engine
+`kv_cache`          blocks, loads and stores: the interface to the engine
+`token_attention`   attention from new tokens: drafts, prefetch, capture and replay
 `prefill`           attention within prompts, and the cut to their budgets
 `chunked_prefill`   the same by chunks, with eviction after each
 `decode_attention`  decode attention on the host, and with sparse values

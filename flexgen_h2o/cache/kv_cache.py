@@ -1,4 +1,4 @@
-"""The KV cache of a block: fixed slots over tiers; append, attend, evict, write back.
+"""The KV cache of a block: fixed slots over tiers; load, attend, store.
 
 Each decoder layer has a tensor [kinds, sequences, kv_heads, slots, width] for each GPU batch. The
 kinds are keys and values, or one kind that holds both (`config.cache_layout.CacheLayout`). A step
@@ -8,7 +8,8 @@ takes the slot of an evicted one, and the order of slots has no meaning. Prompts
 in chunks are held whole until they are cut, unless tokens are evicted with each chunk
 (`chunked_prefill`).
 
-A layer step is ``load``, then ``attend_prompt`` or ``attend_token``, then ``store``.
+A layer step is ``load``, then ``attend_prompt`` (`prefill`) or ``attend_token`` (`token_attention`),
+then ``store``.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ class KVCache:
                             self._token_attention.roll_back(layer, origin.batch, part,
                                                             length + origin.generated - 1)
                             part.store(layer, origin.batch, None)
-        self._token_attention.forget_drafts()
+        self._token_attention.keep_drafts()
 
     def _holds_continued(self, batch: int, part: CachePart) -> bool:
         """Return whether a part holds continued sequences of a batch."""

@@ -109,8 +109,8 @@ class TokenAttention:
         return where in self._journal and self._journal.roll_back(
             where, cached, part.get(layer, batch))
 
-    def forget_drafts(self) -> None:
-        """Accept all drafted tokens, at the end of a block."""
+    def keep_drafts(self) -> None:
+        """Keep the drafted tokens that were not undone, at the end of a block."""
         self._journal.clear()
 
     # Decode steps
