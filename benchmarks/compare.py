@@ -267,8 +267,9 @@ class _Group:
             "kind": "run", "baseline": system.baseline, "model": str(self.subject.folder),
             "prompts": prompts, "generate": self.measured(system.name),
             "timeout": self.scenario.timeout,
-            "loads_beyond": baseline_class(system.baseline).loads_beyond(system.options),
-            "loads_alike": baseline_class(system.baseline).loads_alike,
+            "limited_after_load": baseline_class(system.baseline).limited_after_load(
+                system.options),
+            "same_load": baseline_class(system.baseline).same_load,
             "environment": baseline_class(system.baseline).environment,
             "settings": {
                 "dtype": self.scenario.dtype, "batch": len(prompts),

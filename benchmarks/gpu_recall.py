@@ -162,7 +162,7 @@ def check_claims(rows) -> None:
 class FastSteps:
     """Decode steps over a cache in host memory with a hot set on the GPU.
 
-    Queries of successive steps correlate by 0.97, similar to those of a text.
+    Queries of successive steps correlate by 0.97, as in a text.
     """
 
     def __init__(self, cache: Recalled, count: int, slots: int):

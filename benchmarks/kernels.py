@@ -377,7 +377,10 @@ OPERATIONS = {"decode": decode, "prefill": prefill, "select": select, "groups": 
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal for a column of a row: at least, or with `most` at most, without and with AMX."""
+    """The goal for a column of a row: a lower bound, or with `is_limit` an upper bound.
+
+    There is one for CPUs without AMX, and one for CPUs with it.
+    """
 
     operation: str
     shape: str
@@ -385,7 +388,7 @@ class Goal:
     column: str
     plain: float
     amx: float
-    most: bool = False
+    is_limit: bool = False
 
 
 FOUR_BITS = {1: (4.0, 3.2), 4: (2.5, 3.0), 16: (1.7, 2.5), 32: (1.0, 1.5), 64: (1.0, 1.2),
@@ -396,7 +399,7 @@ GOALS = (
       for rows, goals in FOUR_BITS.items()),
     *(Goal("linear", f"{rows} x ", OURS, "share_of_roofline", 0.85, 0.85)
       for rows in (1, 2, 4, 8, 16)),
-    *(Goal("prefill", shape, OURS, "over_sdpa", 0.3, 1.5, most=True)
+    *(Goal("prefill", shape, OURS, "over_sdpa", 0.3, 1.5, is_limit=True)
       for shape in ("batch 4", "batch 1")),
     Goal("decode", "batch 16, 32 KV heads, 205 slots", OURS, "share_of_roofline", 0.8, 0.8),
     Goal("recall", "batch 4, 8 KV heads, 8192 slots", "recall 20%, 4 bits", "speedup_over_plain",
@@ -421,8 +424,8 @@ def goal_lines(rows: Sequence[dict], isa: str) -> Iterator[str]:
                 continue
             target = goal.amx if isa.startswith("amx") else goal.plain
             value = row[goal.column]
-            reached = value <= target if goal.most else value >= target
-            sign, said = "<=" if goal.most else ">=", "reached" if reached else "not reached"
+            reached = value <= target if goal.is_limit else value >= target
+            sign, said = "<=" if goal.is_limit else ">=", "reached" if reached else "not reached"
             yield (f"goal  {goal.operation:8} {row['shape']:33} {goal.contestant:13} "
                    f"{goal.column:18} {value:.2f} {sign} {target:g}: {said}")
 

@@ -1,4 +1,4 @@
-"""Speed beside quality: tokens/s of each system, and the perplexity factor of its mode."""
+"""Figure of speed and quality: tokens/s of each system, and the perplexity factor of its mode."""
 
 from __future__ import annotations
 

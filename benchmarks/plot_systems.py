@@ -222,6 +222,6 @@ def _handles(bars: Sequence[Bar]) -> list:
         handles.append(Patch(facecolor="0.6", edgecolor="white", hatch=_HATCH,
                              label="projected from the first steps"))
     if any(bar.roofline is not None for bar in bars):
-        handles.append(Line2D([], [], linestyle="none", label="roofline: the most that disk,\n"
+        handles.append(Line2D([], [], linestyle="none", label="roofline: the maximum that disk,\n"
                               "memory and processor allow at this batch", **_ROOFLINE))
     return handles

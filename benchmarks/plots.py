@@ -38,7 +38,7 @@ def systems(args: argparse.Namespace):
 
 
 def summary(args: argparse.Namespace):
-    """Throughput by system, and the perplexity factor beside it."""
+    """Throughput and perplexity factor by system."""
     return plot_summary.draw(chosen(read_rows(args.csv, plot_summary.NEEDED), args.only),
                              read_rows(args.gguf, plot_summary.GGUF_NEEDED),
                              read_rows(args.quality, plot_summary.QUALITY_NEEDED), args.model)

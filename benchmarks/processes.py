@@ -67,13 +67,13 @@ class MemoryGroup:
         return self
 
     @property
-    def door(self) -> Path:
+    def members_file(self) -> Path:
         """The file for `enter_loaded`, for a process that enters after loading."""
         return self._folder / "cgroup.procs"
 
     def enter(self) -> None:
         """Move the calling process into the group, as `preexec_fn` of a child."""
-        enter(self.door)
+        enter(self.members_file)
 
     def peak(self) -> int:
         """Return the peak memory in bytes, page cache included."""
@@ -94,12 +94,12 @@ class MemoryGroup:
                 time.sleep(0.1)
 
 
-def enter(door: Path) -> None:
+def enter(members_file: Path) -> None:
     """Move the calling process into a group. Later allocations count there."""
-    door.write_text(str(os.getpid()))
+    members_file.write_text(str(os.getpid()))
 
 
-def enter_loaded(door: Path) -> int:
+def enter_loaded(members_file: Path) -> int:
     """Move the calling process into a group after loading. Return the bytes that it holds.
 
     These stay charged to the old group, so they are subtracted from the limit. Raises `MemoryError`
@@ -111,12 +111,12 @@ def enter_loaded(door: Path) -> int:
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     sizes = {words[0]: int(words[1]) << 10 for words in lines if words[0].startswith("Rss")}
     resident = sizes["RssAnon:"] + sizes["RssShmem:"]
-    file = next(path for path in map(door.with_name, _LIMITS) if path.exists())
+    file = next(path for path in map(members_file.with_name, _LIMITS) if path.exists())
     limit = int(file.read_text())
     if resident >= limit:
         raise MemoryError(f"it holds {resident / GB:.2f} GB when it has loaded")
     file.write_text(str(limit - resident))
-    enter(door)
+    enter(members_file)
     return resident
 
 
@@ -142,9 +142,9 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
     Parameters
     ----------
     job : dict
-        Keys of `worker.py`. `scratch`, a temporary folder, is added. With `loads_beyond`, the
-        process enters its cgroup through `door` after loading. With `loads_alike`, a failure before
-        the end of loading gets the suffix `LOADING`. With `environment`, a folder below the
+        Keys of `worker.py`. `scratch`, a temporary folder, is added. With `limited_after_load`, the
+        process enters its cgroup through `members_file` after loading. With `same_load`, a failure
+        before the end of loading gets the suffix `LOADING`. With `environment`, a folder below the
         repository, it runs with that folder's Python if there is one.
     threads : int
         Compute threads.
@@ -172,8 +172,8 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
         answer, loaded = Path(folder) / "answer.json", Path(folder) / "loaded"
         job = job | {"scratch": folder, "answer": str(answer), "loaded": str(loaded)}
         first = group
-        if group is not None and job.get("loads_beyond"):
-            job["door"], first = str(group.door), None
+        if group is not None and job.get("limited_after_load"):
+            job["members_file"], first = str(group.members_file), None
         status, text = _spawn(job, first, threads=threads, timeout=timeout)
         if status == 0:
             result = json.loads(answer.read_text(encoding="utf-8"))
@@ -189,7 +189,7 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
         # The killed process may be a child of the worker.
         if result["status"] in (FAILED, MEMORY) and group is not None and group.kills():
             result = {"status": MEMORY, "reason": f"killed at the limit of {memory / GB:.3g} GB"}
-        if result["status"] in (MEMORY, TIME) and job.get("loads_alike") and not loaded.exists():
+        if result["status"] in (MEMORY, TIME) and job.get("same_load") and not loaded.exists():
             result["status"] += LOADING
         if result["status"] == OK and group is not None:
             result["peak_memory"] = group.peak() + result.get("held", 0)

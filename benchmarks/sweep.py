@@ -199,7 +199,7 @@ def _check_apart(base: Mapping[str, object], axes: Mapping[str, list[_Value]]) -
 
 def _cell(sweep: str, base: Mapping[str, object], point: Mapping[str, _Value], *, models: Path
           ) -> Cell:
-    """Return a point of the grid: the flags of its values override those of the base."""
+    """Return a point of the grid: the flags of its values override the flags of the base."""
     flags = dict(base)
     for value in point.values():
         flags |= value.flags

@@ -71,9 +71,9 @@ def measure(baseline: Baseline, job: dict) -> dict:
     load = time.perf_counter() - began
     Path(job["loaded"]).touch()
     resident = 0
-    if "door" in job:
+    if "members_file" in job:
         drop_page_cache()  # pages read while loading would not count
-        resident = enter_loaded(Path(job["door"]))
+        resident = enter_loaded(Path(job["members_file"]))
         words += f", limited once loaded (it held {resident / GB:.2f} GB of the limit)"
     if baseline.warms:
         share, tokens = (1, job["generate"]) if no_cuda() is None else (WARM_SHARE, WARM_TOKENS)

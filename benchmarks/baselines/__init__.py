@@ -73,7 +73,7 @@ class Baseline(ABC):
         Its options and their defaults.
     warms : bool
         Whether a first call of `generate` is a warm-up.
-    loads_alike : bool
+    same_load : bool
         Whether `prepare` does the same at every batch size.
     environment : str or None
         Folder of a separate virtual environment, relative to the repository. If it is None or does
@@ -88,7 +88,7 @@ class Baseline(ABC):
     documented: str
     options: Mapping[str, Any] = {}
     warms = True
-    loads_alike = True
+    same_load = True
     environment: str | None = None
 
     def __init__(self, settings: BaselineSettings):
@@ -103,7 +103,7 @@ class Baseline(ABC):
         """Return the version of the package or checkout."""
 
     @classmethod
-    def loads_beyond(cls, options: Mapping[str, Any]) -> bool:
+    def limited_after_load(cls, options: Mapping[str, Any]) -> bool:
         """Return whether loading needs more memory than running.
 
         If so, the memory limit starts after loading, and the row says so.

@@ -247,7 +247,7 @@ class DeepSpeedZero(HuggingFaceBaseline):
         return settings
 
     @classmethod
-    def loads_beyond(cls, options: Mapping[str, Any]) -> bool:
+    def limited_after_load(cls, options: Mapping[str, Any]) -> bool:
         return options["offload"] == "nvme"  # the whole model passes through memory first
 
     def refusal(self) -> str | None:

@@ -57,7 +57,7 @@ class LlamaCpp(Baseline):
                   "token_generation_performance_tips.md")
     options: Mapping[str, Any] = {"weights": "Q4_0", "threads": None, "n_ubatch": 512,
                                   "flash_attention": True, "repack": True}
-    loads_alike = False  # the cache depends on the batch size
+    same_load = False  # the cache depends on the batch size
     _repack, _flash_attention = "use_extra_bufts", "flash_attn_type"  # names of parameters
     _lib: Any = None
     _model = _context = _batch = None
@@ -235,7 +235,7 @@ class IkLlama(LlamaCpp):
         return installed("ik_llama_cpp_python")
 
     def _library(self) -> Any:
-        """Return its functions by llama.cpp's later names, with those that are not bound."""
+        """Return its functions by llama.cpp's later names, including those without a binding."""
         from ik_llama_cpp import _ctypes_api as bound
 
         raw, heard = bound._lib, ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p,

@@ -39,7 +39,7 @@ class Ours(Baseline):
     """This engine.
 
     `cache_share` is the share of prompt and generated tokens that stays cached or, with `recall`,
-    that a new token attends to. The other options are those of `flex_opt`; `percent` is planned
+    that a new token attends to. The other options are as in `flex_opt`; `percent` is planned
     for the batch size by default.
     """
 
@@ -48,7 +48,7 @@ class Ours(Baseline):
         "cache_share": None, "weight_bits": 16, "activation_bits": 16, "cache_bits": 16,
         "recall": False, "index_bits": 4, "fetch_chosen": False, "fast_set": None,
         "percent": AUTO, "gpu_batch_size": None, "num_gpu_batches": None, "hh_long_seq": False}
-    loads_alike = False  # plans depend on the batch size
+    same_load = False  # plans depend on the batch size
     _llm = None
 
     @classmethod

@@ -26,7 +26,7 @@ class ServingEngine(Baseline):
     """
 
     options: Mapping[str, Any] = {"batched_tokens": None}
-    loads_alike = False  # the cache depends on the batch size
+    same_load = False  # the cache depends on the batch size
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:

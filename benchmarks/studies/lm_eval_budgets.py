@@ -63,7 +63,7 @@ def items(articles: Sequence[Article], *, words: int, rng: random.Random
           ) -> Iterator[dict[str, object]]:
     """Yield an item for each article: its first `words` words, shuffled summaries, the right index.
 
-    Wrong summaries are those of other articles. Raises `UserError` if there are too few.
+    Wrong summaries are from other articles. Raises `UserError` if there are too few.
     """
     summaries = list(dict.fromkeys(article.reference for article in articles))
     if len(summaries) < OPTIONS:
@@ -192,7 +192,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def check_numbers(args: argparse.Namespace) -> None:
     """Raise `UserError` for invalid numbers."""
-    check_int("--items", args.items, ge=OPTIONS)  # wrong summaries are those of other items
+    check_int("--items", args.items, ge=OPTIONS)  # wrong summaries are from other items
     if args.limit is not None:
         check_int("--limit", args.limit, ge=2)  # one has no standard error
     for name in ("words", "shot_words"):

@@ -2,11 +2,12 @@
 
     python benchmarks/studies/plan_limited.py --memory-limit 2GB
 
-The runs have OPT-1.3B's shape and 128 + 512 tokens in the 2 GB that a limit of 2.5 GB leaves beside
-Python and PyTorch: the full cache, H2O with 20 % of the text, and H2O with 4-bit weights and cache,
-at a small and at a large batch size. Each is planned (`--percent auto`) after a new calibration, as
-other work changes the machine's rates. The planned placement then runs for a few tokens in a
-separate process after a warm-up, and is compared with the cost model's prediction for these tokens.
+The runs have OPT-1.3B's shape and 128 + 512 tokens in 2 GB: a limit of 2.5 GB without the memory of
+Python and PyTorch. They are the full cache, H2O with 20 % of the text, and H2O with 4-bit weights
+and cache, at a small and at a large batch size. Each is planned (`--percent auto`) after a new
+calibration, as other work changes the machine's rates. The planned placement then runs for a few
+tokens in a separate process after a warm-up, and is compared with the cost model's prediction for
+these tokens.
 With the full cache they are in the middle of the text, where a step takes about the mean time. The
 median step counts.
 

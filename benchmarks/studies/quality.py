@@ -45,9 +45,10 @@ class QualityOptions:
 
     run: RunConfig
     input_path: str | None = measurements.articles_flag()
-    articles: int = flag("int", 30, ge=1, help="measure on the first so many long enough")
+    articles: int = flag("int", 30, ge=1,
+                         help="number of articles: the first ones that are long enough")
     # Each half has at least one token.
-    min_tokens: int = flag("int", 500, ge=2, help="shorter articles are passed over")
+    min_tokens: int = flag("int", 500, ge=2, help="shorter articles are skipped")
     max_tokens: int = flag("int", 768, ge=2, help="articles are cut to this")
     budgets: tuple[float, ...] = flag(
         "numbers", (5, 10, 20, 40, 60), gt=0, le=100, metavar="P",

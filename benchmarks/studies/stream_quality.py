@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import stream_segments as segments
-import stream_segments as stream_plot
 from stream_segments import Streamed
 
 from flexgen_h2o.cli import measurements
@@ -46,18 +45,19 @@ class StreamQualityOptions:
 
     run: RunConfig
     input_path: str | None = measurements.articles_flag()
-    tokens: int = flag("int", 32_000, ge=2, help="how far to stream")
+    tokens: int = flag("int", 32_000, ge=2, help="tokens to stream")
     piece: int = flag("int", 500, ge=2, help="tokens of a row")
     policies: tuple[str, ...] = flag(
         "words", ("h2o", "sink-window", "full"), choices=_POLICIES, metavar="POLICY",
         help=f"caches to measure: {', '.join(_POLICIES)}",
     )
     full_max_tokens: int | None = flag(
-        "int", None, ge=2, shown="--tokens", help="how far to stream through the full cache",
+        "int", None, ge=2, shown="--tokens", help="tokens to stream through the full cache",
     )
     blow_up: float = flag(
         "float", 10.0, gt=1,
-        help="three pieces in a row of so many times the first pieces' perplexity are a failure",
+        help="a cache has failed after three pieces in a row whose perplexity is this factor over "
+        "the first pieces'",
     )
     csv: str | None = measurements.csv_flag("piece")
     plot: str | None = measurements.plot_flag("both figures against position")
@@ -118,7 +118,7 @@ def run(options: StreamQualityOptions) -> None:
     measurements.report(
         options, read=segments.read_rows,
         measure=lambda: measure_all(options, "\n\n".join(read_articles(options.input_path))),
-        show=lambda rows: print_stdout(segments.table(rows)), draw=stream_plot.draw)
+        show=lambda rows: print_stdout(segments.table(rows)), draw=segments.draw)
 
 
 def measure_all(options: StreamQualityOptions, text: str) -> list[dict[str, object]]:
@@ -148,8 +148,8 @@ def _tokens(llm, text: str, options: StreamQualityOptions) -> list[int]:
     # verbose=False suppresses a warning that the text is longer than the model's context.
     tokens = list(llm.tokenizer(text, verbose=False)["input_ids"])
     if len(tokens) < options.tokens:
-        raise UserError(f"--input-path has {len(tokens)} tokens and {options.tokens} are asked "
-                        "for: lower --tokens")
+        raise UserError(f"--input-path has {len(tokens)} tokens and --tokens is "
+                        f"{options.tokens}: lower it")
     return tokens[: options.tokens]
 
 

@@ -8,8 +8,8 @@ takes the slot of an evicted one, and the order of slots has no meaning. Prompts
 in chunks are held whole until they are cut, unless tokens are evicted with each chunk
 (`chunked_prefill`).
 
-A layer step is ``load``, then ``attend_prompt`` (`prefill`) or ``attend_token`` (`token_attention`),
-then ``store``.
+A layer step is ``load``, then ``attend_prompt`` (see `prefill`) or ``attend_token`` (see
+`token_attention`), then ``store``.
 """
 
 from __future__ import annotations
