@@ -418,7 +418,7 @@ def drawn(folder, sequences, *, seed=0, offload_dir=None, **policy):
     """Return the stats of prompts and tokens that are drawn almost at random, after others."""
     rng = random.Random(seed)
     with LLM(str(folder), policy=Policy(gpu_batch_size=sequences, **policy), dtype="float32",
-             offload_dir=offload_dir) as llm:
+             offload_dir=offload_dir, weight_cache=None) as llm:
         for turn in range(2):
             prompts = [[rng.randrange(3, 97) for _ in range(PROMPT)] for _ in range(sequences)]
             llm.generate(prompts, max_new_tokens=DRAWN, eos_token_id=-1, do_sample=True,

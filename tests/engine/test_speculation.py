@@ -117,7 +117,7 @@ def sampling(do_sample: bool) -> list[SamplingParams]:
 
 def generate(folder, tmp_path, do_sample: bool, policy: Policy, **options):
     with LLM(str(folder), dtype="float32", offload_dir=str(tmp_path), policy=policy,
-             **options) as llm:
+             weight_cache=None, **options) as llm:
         return llm.generate(repetitive_prompts(), sampling(do_sample)), llm.stats
 
 
