@@ -285,8 +285,8 @@ class LLM(Session):
         prompts : sequence of str or of token id sequences
             Any number. They are sorted by length and computed in blocks of batches.
         sampling_params : SamplingParams or a sequence of them, optional
-            One for all prompts, which then get different random numbers; or one for each prompt,
-            whose random numbers its `seed` determines.
+            One for all prompts: the seed of prompt i is derived from its `seed` and i. Or one for
+            each prompt, with its own `seed`.
         cut_gen_len : int, optional
             Generate at most this many tokens, and project the times in `stats` to max_new_tokens.
         add_special_tokens : bool
@@ -603,11 +603,9 @@ class LLM(Session):
 
     def memory_plan(self, max_model_len: int) -> tuple[MemoryPlan, MemoryLimits]:
         """Return the memory plan of `open_session`, and the memory that is free before it."""
-        runner = self._engine.runner
-        policy = runner.args.policy
-        policy = replace(policy, prefill_chunk=policy.prefill_chunk or PREFILL_CHUNK)
-        workload = Workload(max_model_len - 1, 1, policy.gpu_batch_size, policy.num_gpu_batches)
-        return self._memory.plan(policy, self._cache, workload, loaded_bytes=runner.loaded_bytes)
+        runner, workload = self._engine.session_runner(max_model_len, PREFILL_CHUNK)
+        return self._memory.plan(runner.args.policy, self._cache, workload,
+                                 loaded_bytes=runner.loaded_bytes)
 
     @exclusive
     def probe(self, pairs: Sequence[tuple], attend: Callable[..., torch.Tensor]

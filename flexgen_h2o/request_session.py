@@ -27,12 +27,13 @@ PREFILL_CHUNK = 512
 
 
 class RequestSession(Session):
-    """Requests that are added at any time, also from other threads (continuous batching).
+    """Requests that are added at any time, also from other threads.
 
-    One thread calls `step` in a loop. Each block has the sequences that the last one left
-    unfinished, and waiting requests in the order of their priority and of adding. If there is no
-    room for a request of a higher priority, the newest sequence of the lowest one waits again, and
-    starts anew later. Results are those of `LLM.generate`. `LLM.open_session` opens a session.
+    One thread calls `step` in a loop. Requests join between blocks: each block has the sequences
+    that the last one left unfinished, and waiting requests in the order of their priority and of
+    adding. If there is no room for a request of a higher priority, the newest sequence of the
+    lowest one waits again, and starts anew later. Results are those of `LLM.generate`.
+    `LLM.open_session` opens a session.
 
     Parameters
     ----------
@@ -110,10 +111,9 @@ class RequestSession(Session):
         UserError
             The prompt is empty, or too long with its new tokens, or an option is not possible.
         """
-        if params is None or sampling:
-            if params is not None:
-                raise UserError(f"give params or {', '.join(sampling)}, not both")
-            params = sampling_params(sampling)
+        if params is not None and sampling:
+            raise UserError(f"give params or {', '.join(sampling)}, not both")
+        params = params or sampling_params(sampling)
         if on_text is not None and not self._has_text:
             raise UserError("the model has no tokenizer here, and on_text gets text: leave it out")
         key, new = next(self._keys), params.max_new_tokens
@@ -174,7 +174,7 @@ class RequestSession(Session):
         self._check_open()
         run = self._run
         assert run is not None and isinstance(run.queue, OpenQueue)
-        self._update(run)
+        self._begin_block(run)
         if not run.queue.left:
             self.stats = None
             return {}
@@ -193,8 +193,8 @@ class RequestSession(Session):
             self._drop(request, run)
         return outputs
 
-    def _update(self, run: Run) -> None:
-        """Move added requests to the queue, and drop aborted ones."""
+    def _begin_block(self, run: Run) -> None:
+        """Set the deadline, move added requests to the queue, and drop aborted ones."""
         assert isinstance(run.queue, OpenQueue)
         with self._lock:
             self._interrupted = False

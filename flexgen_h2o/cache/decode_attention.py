@@ -154,7 +154,7 @@ class SparseAttention:
         metadata : int32 Tensor [4, sequences]
             See `ops.decode_attention`.
         **attention
-            The form of attention.
+            The variant of attention.
 
         Returns
         -------

@@ -344,5 +344,5 @@ class KVCache:
                                       capture=capture)
 
     def prepare_replay(self, batch: int, token: int) -> None:
-        """Update the metadata of a batch's captured attention to new token `token` (from 1)."""
+        """Undo rejected drafts, and write the metadata of new token `token` (from 1)."""
         self._token_attention.prepare_replay(batch, token)

@@ -58,7 +58,7 @@ class CacheShape:
     attn_sparsity : float
         Share of the cached values that a new token reads (`kernels.reference.sparse`).
     attention : tuple of AttentionVariant
-        Form of each layer. Empty: all layers have the default variant.
+        Variant of each layer. Empty: all layers have the default variant.
     """
 
     num_layers: int

@@ -121,7 +121,7 @@ class CapturedLayers:
         Parameters
         ----------
         positions, lengths : Tensor
-            See `rope_tables`.
+            See `models.rope.all_tables`.
         token : int
             Number of the block's new token, from 1.
         """

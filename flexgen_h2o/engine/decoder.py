@@ -123,7 +123,10 @@ class DecoderLayers:
             self._experts.begin(batches, groups)
 
     def set_positions(self, step: LayerStep, positions: torch.Tensor) -> None:
-        """Compute the RoPE tables of a batch's rows; positions are int64 [rows], on the host."""
+        """Prepare a batch's rows: RoPE tables, and what replayed calls read and roll back.
+
+        `positions` is int64 [rows], on the host.
+        """
         batch = self._batches[step.batch]
         rope_lengths = batch.rope_lengths(step.forward_pass)
         lengths = None if rope_lengths is None else torch.tensor(rope_lengths)

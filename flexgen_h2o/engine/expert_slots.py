@@ -28,7 +28,8 @@ from flexgen_h2o.storage.transfer import Lane, Transfers
 
 MAX_USES = 1 / (1 - DECAY)
 """Upper limit of the uses that a pass adds to the score of an expert: the score of an expert that
-one token chooses in each pass. More tokens say more of what a text needs, but not for longer."""
+one token chooses in each pass. Without it, one pass over many tokens would outweigh all later
+ones."""
 
 MAX_GROUP = 16
 """Loaded experts that are computed together; their slots can be reused only afterwards."""
@@ -138,7 +139,8 @@ class ExpertSlots:
     tokens : int
         Sequences of a block.
     requested : int or None
-        Number of slots besides the pool's; None: see `ExpertsConfig.slots`.
+        Number of slots in addition to those for `WeightStore.pooled` experts; None: see
+        `ExpertsConfig.slots`.
     overlap : bool
         Overlap loads with compute, and prefetch. False: load one expert at a time, on demand.
     host_computes : bool
@@ -149,7 +151,7 @@ class ExpertSlots:
     counts : ExpertCounts
         Counts over all runs.
     choices : ChoiceCounter
-        Choices of the current run.
+        Choices of the current block.
     history : ExpertChoices or None
         Choices of all runs.
     """
@@ -238,7 +240,7 @@ class ExpertSlots:
         return self._overlap and bool(self._buffers)
 
     def reset(self) -> None:
-        """Drop requests between runs; experts in slots stay."""
+        """Drop requests between blocks; experts in slots stay."""
         self.choices.clear()
         self._waiting.clear()
         self._requested.clear()

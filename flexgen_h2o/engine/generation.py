@@ -325,18 +325,22 @@ class Engine:
             Blocks of the policy's size with sequences of this length do not fit in memory.
         """
         self.check_open()
-        policy = self.runner.args.policy
-        runner = self.runner.with_policy(replace(
-            policy, prefill_chunk=policy.prefill_chunk or prefill_chunk))
-        h2o = runner.args.cache.h2o
-        # The longest prompt has the largest budget, unless generated tokens are not evicted.
-        keeps_generated = h2o is not None and not all(
-            map(h2o.evicts_generated_at, range(runner.config.num_layers)))
-        run = Run(runner, [], runner.open_queue(max_len), sampler,
-                  gen_len=max_len - 1 if keeps_generated else 1)
+        runner, workload = self.session_runner(max_len, prefill_chunk)
+        run = Run(runner, [], runner.open_queue(max_len), sampler, gen_len=workload.gen_len)
         run.workspace = self._workspace(run)
         self._runs.add(run)
         return run
+
+    def session_runner(self, max_len: int, prefill_chunk: int) -> tuple[Runner, Workload]:
+        """Return the runner of `begin_session`, and the workload that needs the most memory."""
+        policy = self.runner.args.policy
+        policy = replace(policy, prefill_chunk=policy.prefill_chunk or prefill_chunk)
+        h2o, layers = self.runner.args.cache.h2o, range(self.runner.config.num_layers)
+        # The longest prompt has the largest budget, unless generated tokens are not evicted.
+        keeps_generated = h2o is not None and not all(map(h2o.evicts_generated_at, layers))
+        return self.runner.with_policy(policy), Workload(
+            max_len - 1, max_len - 1 if keeps_generated else 1, policy.gpu_batch_size,
+            policy.num_gpu_batches)
 
     def run_all(self, run: Run) -> None:
         """Compute all blocks of a run."""

@@ -2,8 +2,9 @@
 
 A decode step of one sequence reads all weights for one row. With drafts of the next tokens it
 computes several rows: a row's token is sampled as without speculation, and the next row counts if
-that token is its draft. So generated tokens do not depend on the drafts (arXiv 2211.17192; for
-drafts out of the prompt: https://github.com/apoorvumang/prompt-lookup-decoding).
+that token is its draft. So generated tokens do not depend on the drafts: a draft is compared with
+the sampled token, which needs no probabilities of the drafter (unlike in arXiv 2211.17192). Drafts
+out of the prompt: https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class RunStats:
     expert_choices : ExpertChoices or None
         Choices in the layers of this rank.
     recall_hits, recall_loads : int
-        Selected tokens per KV head of a cache on disk that the hot set held, and that had to be
-        read, including those that filled it first.
+        Selected tokens per KV head of a cache on a slower tier that the hot set held, and that had
+        to be read, including those that filled it first.
     recall_guesses : int
         Tokens read by speculative prefetch, needed or not.
     recall_wait_seconds : float

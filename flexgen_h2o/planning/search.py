@@ -177,8 +177,9 @@ def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> li
     choices: list[Choice] = []
     least = math.inf
     for solver in solvers:
+        # Twice the ratio of a tie, because estimate and prediction may each be off by it.
         near = solver.amortized_seconds <= least / TIE_RATIO**2
-        if len(choices) == _MAX_CHOICES or len(choices) > _MIN_CHOICES and not near:
+        if len(choices) == _MAX_CHOICES or len(choices) >= _MIN_CHOICES and not near:
             break
         run = _drop_unused_features(solver.best(), request)
         if run is None or any(run == choice.run for choice in choices):

@@ -114,6 +114,7 @@ def test_higher_priority_goes_before_a_full_block(tiny_model):
         assert set(session.step()) == {urgent}
         outputs = drained(session)
         assert list(outputs) == [first, second]  # the older one kept its place
+        assert session.generated_tokens == 12 + 12 + 1
         assert [outputs[first].token_ids, outputs[second].token_ids] == [
             output.token_ids for output in llm.generate(PROMPTS[:2], **options)]
 
