@@ -268,7 +268,7 @@ class TokenAttention:
                                 eviction=state, out=out, capture=capture, variant=arguments)
 
     def prepare_replay(self, batch: int, token: int) -> None:
-        """Update the metadata of a batch's captured attention to new token `token` (from 1)."""
+        """Undo rejected drafts, and write the metadata of new token `token` (from 1)."""
         part, = parts_of(self._parts, self._batch_layouts[batch])
         cached = self._batch_layouts[batch].tokens(0, token) - 1
         for layer in range(self._shape.num_layers):

@@ -35,7 +35,7 @@ decides among them."""
 
 _PATIENCE = 2  # sizes in a row without gain after which no larger one is tried
 _MIN_GAIN = 1.003
-_MIN_CHOICES, _MAX_CHOICES = 3, 48  # the former are returned however slow they are
+_MIN_CHOICES, _MAX_CHOICES = 4, 48  # the former are returned however slow they are
 _FEW_OPTIONS = 2  # so few options are all searched in full
 _PRUNE_RATIO = 0.9  # of the best option's throughput, which an option must reach to be searched
 
