@@ -1,21 +1,30 @@
-"""Drafts of a small model with the same token ids, which is resident in memory."""
+"""Drafters of a run; drafts of a small model with the same token ids, resident in memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from flexgen_h2o.cache.layout import CacheSize, slots_of
 from flexgen_h2o.config.limits import DRAFT_CHUNK
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request, next_turn
+from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler
+from flexgen_h2o.engine.speculation import Drafter, NgramDrafter
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.h2o.batch_layout import BatchLayout
 
-if TYPE_CHECKING:
-    from flexgen_h2o.engine.runner import Runner
+
+def new_drafter(runner: Runner, *, max_tokens: int) -> Drafter | None:
+    """Return the drafter of a run for texts of up to `max_tokens` tokens.
+
+    It is None without speculation.
+    """
+    if runner.draft is not None:
+        return ModelDrafter(runner.draft, max_tokens=max_tokens,
+                            vocab_size=runner.config.vocab_size)
+    return None if runner.args.policy.speculate is None else NgramDrafter()
 
 
 @dataclass

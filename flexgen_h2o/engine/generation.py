@@ -27,6 +27,7 @@ from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.distributed.control_messages import Close, ControlChannel, Generate, Step
 from flexgen_h2o.distributed.heartbeat import PipelineFailure
 from flexgen_h2o.engine.batch import BlockQueue, OpenQueue, Request
+from flexgen_h2o.engine.draft_model import new_drafter
 from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.sampling import GenerationSampler, LogitsConsumer
@@ -82,8 +83,10 @@ class Run:
         self.queue: BlockQueue | None = queue
         self.should_end: Callable[[], bool] = lambda: False
         self.stats = runner.new_stats()
-        self._drafter = runner.drafter(max(map(sum, queue.sizes), default=1)) if isinstance(
-            consumer, GenerationSampler) else None
+        self._drafter = None
+        if isinstance(consumer, GenerationSampler):
+            self._drafter = new_drafter(runner,
+                                        max_tokens=max(map(sum, queue.sizes), default=1))
         self.workspace: Workspace | None = None
         self.halved = False  # blocks were made smaller when memory ran out
         self._bars: RunBars | None = None

@@ -29,7 +29,6 @@ from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.distributed.pipeline import Exchange, Pipeline, RankContext
 from flexgen_h2o.engine.batch import Batch, BlockQueue, BlockSize, OpenQueue, Request
-from flexgen_h2o.engine.draft_model import ModelDrafter
 from flexgen_h2o.engine.executor import Executor, Timing
 from flexgen_h2o.engine.expert_counts import load_counts, save_counts
 from flexgen_h2o.engine.expert_slots import ExpertSlots
@@ -38,7 +37,7 @@ from flexgen_h2o.engine.sampling import LogitsConsumer
 from flexgen_h2o.engine.schedule import LayerStep
 from flexgen_h2o.engine.scoring import DecodeScorer
 from flexgen_h2o.engine.source import ByteProgress, ModelSource
-from flexgen_h2o.engine.speculation import DraftAutotune, Drafter, NgramDrafter
+from flexgen_h2o.engine.speculation import DraftAutotune, Drafter
 from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize, rotation_of
@@ -167,7 +166,7 @@ class Runner:
         if self.config.experts is not None:  # all batches are routed before any expert is needed
             args = replace(args, policy=replace(args.policy, sep_layer=True))
         self.rank = rank
-        self._draft = draft
+        self.draft = draft
         self._draft_autotune = DraftAutotune(args.policy.num_speculative_tokens)
         self.stage = Stage.all_layers(self.config.num_layers) if rank is None else rank.stage
         self.stage_config = self.config.slice_layers(self.stage.first, self.stage.last)
@@ -243,8 +242,8 @@ class Runner:
                               offload_file=source.offload_file(args.seed, args.weight_cache))
         self._load_experts(choices, resources)
         self._smoothing = self._key_smoothing()
-        if self._draft is not None:
-            self._draft.load(resources)
+        if self.draft is not None:
+            self.draft.load(resources)
         self.loaded_bytes = resident_bytes()
 
     def _shard_prefetch(self, policy: Policy) -> bool | None:
@@ -389,13 +388,6 @@ class Runner:
         """Return progress bars of a run. The caller closes them."""
         return RunBars(self.stage.layer_steps(self.args.policy.sep_layer),
                        off=self.args.no_bars)
-
-    def drafter(self, max_tokens: int) -> Drafter | None:
-        """Return a new drafter for texts of up to `max_tokens` tokens; None without speculation."""
-        if self._draft is not None:
-            return ModelDrafter(self._draft, max_tokens=max_tokens,
-                                vocab_size=self.config.vocab_size)
-        return None if self.args.policy.speculate is None else NgramDrafter()
 
     def extend(self, workspace: Workspace, batch: Batch, consumer: LogitsConsumer) -> None:
         """Run a batch on the contents of a workspace's cache, within the run of another model."""

@@ -22,6 +22,7 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.engine import captured_step, executor
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.decoder import DecoderLayers
+from flexgen_h2o.engine.draft_model import new_drafter
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.speculation import LOSS_SHARE, NGRAM_SIZES, DraftAutotune, NgramDrafter
 from flexgen_h2o.errors import UserError
@@ -91,7 +92,7 @@ def drafter_of_llama(tiny_model):
     tiny = tiny_model("llama")
     with LLM(str(tiny.folder), dtype="float32",
              policy=Policy(draft_model=str(tiny.folder))) as llm:
-        yield tiny.model, llm._engine.runner.drafter(40)
+        yield tiny.model, new_drafter(llm._engine.runner, max_tokens=40)
 
 
 def padded(folder: Path, target: Path, vocab_size: int) -> Path:
