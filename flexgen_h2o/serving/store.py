@@ -194,12 +194,20 @@ class Store:
         database.execute("INSERT OR REPLACE INTO records (id, kind, data) VALUES (?, ?, ?)",
                          (record.id, _KINDS[type(record)], msgspec.json.encode(record).decode()))
 
+    def _select(self, kind: type[_Record], condition: str, *values: Any) -> list[_Record]:
+        """Return the files or batches with a condition in SQL."""
+        try:
+            with self._lock:
+                rows = self._database.execute(
+                    f"SELECT data FROM records WHERE kind = ? AND {condition}",
+                    (_KINDS[kind], *values)).fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(f"the server's database cannot be used: {error}") from None
+        return [msgspec.json.decode(data, type=kind) for data, in rows]
+
     def get(self, kind: type[_Record], id: str) -> _Record | None:
         """Return the file or batch with this id; None if there is none."""
-        with self._transaction() as database:
-            row = database.execute("SELECT data FROM records WHERE id = ? AND kind = ?",
-                                   (id, _KINDS[kind])).fetchone()
-        return None if row is None else msgspec.json.decode(row[0], type=kind)
+        return next(iter(self._select(kind, "id = ?", id)), None)
 
     def page(self, kind: type[_Record], *, after: str | None = None, limit: int | None = None,
              descending: bool = True, purpose: str | None = None) -> tuple[list[_Record], bool]:
@@ -214,24 +222,22 @@ class Store:
         purpose : str, optional
             Only files with this purpose.
         """
-        name, sign = _KINDS[kind], "<" if descending else ">"
-        query = "SELECT data FROM records WHERE kind = ?"
-        values: list[Any] = [name]
+        conditions: list[str] = []
+        values: list[Any] = []
         if purpose is not None:
-            query += " AND json_extract(data, '$.purpose') = ?"
+            conditions.append("json_extract(data, '$.purpose') = ?")
             values.append(purpose)
-        with self._transaction() as database:
-            if after is not None:
-                row = database.execute("SELECT number FROM records WHERE id = ? AND kind = ?",
-                                       (after, name)).fetchone()
-                if row is None:
-                    raise KeyError(after)
-                query += f" AND number {sign} ?"
-                values.append(row[0])
-            query += f" ORDER BY number {'DESC' if descending else 'ASC'} LIMIT ?"
-            rows = database.execute(query, [*values, -1 if limit is None else limit + 1]).fetchall()
-        records = [msgspec.json.decode(data, type=kind) for data, in rows[:limit]]
-        return records, len(rows) > len(records)
+        if after is not None:
+            if self.get(kind, after) is None:
+                raise KeyError(after)
+            conditions.append(f"number {'<' if descending else '>'} "
+                              "(SELECT number FROM records WHERE id = ?)")
+            values.append(after)
+        records = self._select(
+            kind, f"{' AND '.join(conditions) or 'TRUE'} ORDER BY number "
+            f"{'DESC' if descending else 'ASC'} LIMIT ?", *values,
+            -1 if limit is None else limit + 1)
+        return records[:limit], limit is not None and len(records) > limit
 
     # Files.
 
@@ -313,11 +319,9 @@ class Store:
 
     def active_batches(self) -> list[Batch]:
         """Return the batches with work left, oldest first."""
-        with self._transaction() as database:
-            rows = database.execute(
-                "SELECT data FROM records WHERE kind = 'batch' AND json_extract(data, '$.status') "
-                f"IN ({', '.join('?' * len(ACTIVE))}) ORDER BY number", ACTIVE).fetchall()
-        return [msgspec.json.decode(data, type=Batch) for data, in rows]
+        marks = ", ".join("?" * len(ACTIVE))
+        return self._select(Batch, f"json_extract(data, '$.status') IN ({marks}) ORDER BY number",
+                            *ACTIVE)
 
 
 def new_id(prefix: str) -> str:
