@@ -153,6 +153,9 @@ class Scheduler:
         if self._thread.ident is not None:
             self._thread.join()
         self._files.shutdown(cancel_futures=True)
+        with suppress(queue.Empty):
+            while True:
+                self._opened.get_nowait().close()
         self._session.close()
 
     def status(self) -> dict[str, Any]:
@@ -234,6 +237,8 @@ class Scheduler:
     def cancel_batch(self, id: str) -> None:
         """End a batch whose status in the store is cancelling."""
         self._cancelled.add(id)
+        if id in self._retries:
+            self._retries[id] = 0.0  # do not wait for it
         self._session.interrupt()
         self._wake.set()
 
@@ -379,31 +384,30 @@ class Scheduler:
                 owner.sink.add_output(owner.request, owner.choice, output)
                 self.metrics.count(len(output.prompt_token_ids), len(output.token_ids),
                                    output.finish_reason)
-        for run in [*self._runs]:
-            try:
-                run.flush()
-            except UserError as error:
-                self._suspend(run, error)
+        self._flush()
 
     def _fail(self, error: PromptError) -> None:
         """Fail a request that cannot go on. The others of its block begin again."""
         with self._lock:
             owner = self._pop(error.key)
-            if owner is None:
-                return
-            self._abort([key for key, other in self._owners.items()
-                         if other.request is owner.request])
-            live = {id(other.sink): other.sink for other in self._owners.values()}.values()
-        owner.sink.fail(owner.request, failure_reason(error))
-        for sink in live:
+            if owner is not None:
+                self._abort([key for key, other in self._owners.items()
+                             if other.request is owner.request])
+            sinks = {id(other.sink): other.sink for other in self._owners.values()}.values()
+        for sink in sinks:
             if not isinstance(sink, BatchRun):
                 sink.restart()  # type: ignore[attr-defined]
+        if owner is not None:  # None: aborted during the block
+            owner.sink.fail(owner.request, failure_reason(error))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write the new result lines of batches."""
         for run in [*self._runs]:
-            if run is owner.sink:
-                try:
-                    run.flush()
-                except UserError as problem:
-                    self._suspend(run, problem)
+            try:
+                run.flush()
+            except UserError as error:
+                self._suspend(run, error)
 
     def _recover(self, error: Exception) -> None:
         """Begin again with another session after an error of the engine."""

@@ -129,7 +129,8 @@ class Store:
         self._lock = threading.RLock()
         check_folder("--data-dir", folder, [])
         with catch_write_errors("--data-dir", folder):
-            self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for new in (self._folder, self._files):
+                new.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._held = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
                                  0o600)
         try:

@@ -272,7 +272,9 @@ def test_a_damaged_database_is_refused(tmp_path, damage):
 
 
 def test_partial_uploads_are_removed(tmp_path):
+    tmp_path = tmp_path / "new"
     store = Store(str(tmp_path))
+    assert tmp_path.stat().st_mode & 0o77 == 0
     partial = store.new_upload()
     open(partial, "w").close()
     whole = store.new_upload()
