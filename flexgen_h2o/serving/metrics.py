@@ -42,8 +42,6 @@ class Metrics:
         Sequences of the current block, and others that have been accepted.
     prompt_tokens, generation_tokens : Counter
         Tokens of finished sequences.
-    requests : Counter
-        Finished sequences, by the reason for their end.
     first_token_seconds, request_seconds : Histogram
         Of requests that a client waits for: time to their first token, and to their end.
     """

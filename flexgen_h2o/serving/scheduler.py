@@ -373,6 +373,7 @@ class Scheduler:
             return
         finally:
             self.metrics.running.set(0)
+            self.metrics.waiting.set(0)
         stats = self._session.stats
         if stats is not None:
             least = None if self._roofline is None else self._roofline.seconds(stats)
