@@ -13,7 +13,7 @@ from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import mix_seed, sampling_params
 from flexgen_h2o.config.validation import check_arguments, check_bool, check_int
 from flexgen_h2o.engine.batch import Request, next_turn
-from flexgen_h2o.engine.generation import CallLock, Session, exclusive
+from flexgen_h2o.engine.exclusive import CallLock, ExclusiveResource, exclusive
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.sampling import LogitsConsumer
 from flexgen_h2o.engine.scoring import DecodeScorer
@@ -44,7 +44,7 @@ class Streamer(Protocol):
         """Receive the end of an answer, after its last token."""
 
 
-class Stream(Session):
+class Stream(ExclusiveResource):
     """A text that turns are appended to. The cache keeps its contents between turns.
 
     With eviction, the cache and the time of a token stay constant. A turn is computed in chunks,

@@ -16,6 +16,7 @@ import torch
 
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.limits import MAX_MODEL_LEN
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy, Workload
 from flexgen_h2o.config.sampling import SamplingParams, expand_params
 from flexgen_h2o.config.validation import check_arguments, check_bool, check_int
@@ -25,14 +26,13 @@ from flexgen_h2o.distributed.control_messages import Close, ControlChannel, Gene
 from flexgen_h2o.distributed.pipeline import Pipeline
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.detokenization import ReasoningParser
-from flexgen_h2o.engine.generation import (
+from flexgen_h2o.engine.exclusive import (
     CallLock,
-    Engine,
-    Run,
-    Session,
+    ExclusiveResource,
     check_not_forked,
     exclusive,
 )
+from flexgen_h2o.engine.generation import Engine, Run
 from flexgen_h2o.engine.loading import PreparedModel, prepare_model
 from flexgen_h2o.engine.runner import EngineArgs, Runner
 from flexgen_h2o.engine.tokenizer import OnText, check_list
@@ -50,14 +50,11 @@ from flexgen_h2o.storage.free_memory import MemoryLimits
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SESSION_LEN = 4096
-"""Default number of tokens of a prompt and its continuation in a session."""
-
 _CLOSE_TIMEOUT = 10.0
 """Seconds to wait until an LLM without references is closed."""
 
 
-class LLM(Session):
+class LLM(ExclusiveResource):
     """A language model whose weights, KV cache and activations are placed on several tiers.
 
     Calls from several threads take turns, and so do calls of its streams and `close`. A call from
@@ -272,6 +269,10 @@ class LLM(Session):
         The result is at least 1, because `encode` refuses a prompt that is too long by itself.
         """
         return self._prompts.clamped(tokens, max_new_tokens)
+
+    def max_model_len(self, limit: int) -> int:
+        """Return `limit` tokens of a prompt and its continuation, or the positions if fewer."""
+        return 1 + self._prompts.clamped(1, limit - 1)
 
     @exclusive
     def generate(self, prompts: Sequence[str | Sequence[int]],
@@ -594,7 +595,7 @@ class LLM(Session):
         self._control.check_single_rank("open_session")
         self._check_open()
         if max_model_len is None:
-            max_model_len = 1 + self._prompts.clamped(1, SESSION_LEN - 1)
+            max_model_len = self.max_model_len(MAX_MODEL_LEN)
         session = RequestSession(self._engine, self._prompts, self.call_lock,
                                  max_model_len=max_model_len, block_seconds=block_seconds)
         session.owner = self

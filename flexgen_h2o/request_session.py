@@ -12,7 +12,8 @@ from typing import Any
 from flexgen_h2o.config.sampling import SamplingParams, sampling_params
 from flexgen_h2o.config.validation import check_arguments, check_int, check_number
 from flexgen_h2o.engine.batch import OpenQueue, Request
-from flexgen_h2o.engine.generation import CallLock, Engine, Run, Session, exclusive
+from flexgen_h2o.engine.exclusive import CallLock, ExclusiveResource, exclusive
+from flexgen_h2o.engine.generation import Engine, Run
 from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.errors import PromptError, UserError
@@ -26,7 +27,7 @@ PREFILL_CHUNK = 512
 """Tokens of a prompt in a forward pass, unless the policy has a `prefill_chunk`."""
 
 
-class RequestSession(Session):
+class RequestSession(ExclusiveResource):
     """Requests that are added at any time, also from other threads.
 
     One thread calls `step` in a loop. Requests join between blocks: each block has the sequences

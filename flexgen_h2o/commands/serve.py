@@ -32,6 +32,7 @@ from flexgen_h2o.cli.request_flags import (
 )
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
+from flexgen_h2o.config.limits import MAX_MODEL_LEN
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "FLEXGEN_H2O_API_KEY"
 """Environment variable with the key, which other users cannot see in the list of processes."""
-MAX_MODEL_LEN = 4096
-"""Default of ``--max-model-len`` for models with more positions."""
 
 _WITHOUT = ("plan_only", "hardware", "pipeline_parallel", "rank_timeout")
 """Flags of `generate` in shared groups that have no effect here."""
@@ -163,10 +162,10 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
     defaults = options.defaults()
     with (closing(Store(options.data_dir)) as store, _bind(options) as listener,
           _spooled_in(options.data_dir), _open_planned(options) as llm):
-        max_len = options.max_model_len or 1 + llm.clamped(1, MAX_MODEL_LEN - 1)
-        if 1 + llm.clamped(1, max_len - 1) < max_len:
+        max_len = options.max_model_len or llm.max_model_len(MAX_MODEL_LEN)
+        if llm.max_model_len(max_len) < max_len:
             raise UserError(f"--max-model-len {max_len} is more than the model's positions: give "
-                            f"at most {1 + llm.clamped(1, max_len - 1)}")
+                            f"at most {llm.max_model_len(max_len)}")
         plan, limits = llm.memory_plan(max_len)
         sentences, hardware = plan_sentences(plan, limits), _hardware(options.run, llm)
         if isinstance(hardware, str):

@@ -15,6 +15,9 @@ the caches of a CPU, and matmuls run at full speed. More rows would only cost me
 DRAFT_CHUNK = 256
 """Tokens of a prompt that a draft model computes together."""
 
+MAX_MODEL_LEN = 4096
+"""Default number of tokens of a prompt and its continuation in sessions and servers."""
+
 LOGIT_ROWS = 512
 """Rows whose logits are computed together, because a vocabulary is large."""
 
