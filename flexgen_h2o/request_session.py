@@ -98,7 +98,8 @@ class RequestSession(ExclusiveResource):
             Requests of a higher priority come first.
         on_text : callable (text, last), optional
             Called in the thread of `step` with the characters that each token completes, and
-            whether it is the last one. An aborted request gets no last call.
+            whether it is the last one: once for each token, also of a sequence that starts anew.
+            An aborted request gets no last call.
         add_special_tokens, **sampling
             See `LLM.generate`.
 

@@ -60,18 +60,19 @@ class StreamOptions:
         if options is not None and not stream:
             raise BadRequest("stream_options have no effect without \"stream\": true",
                              param="stream_options")
-        usage = options.get("include_usage", False) if isinstance(options, dict) else options
-        if usage not in (None, False, True):
+        options = {} if options is None else options
+        include = options.get("include_usage", False) if isinstance(options, dict) else options
+        if not isinstance(options, dict) or include not in (None, False, True):
             raise BadRequest("stream_options must be an object with include_usage, got "
                              f"{short_repr(options)}", param="stream_options")
-        self.stream, self.include_usage = stream, bool(usage)
+        self.stream, self.include_usage = stream, bool(include)
 
 
 class LiveRequest:
     """A request in the scheduler, and what has come of it.
 
     Create it in the event loop that awaits the answer; the scheduler's thread calls `add_text`,
-    `add_output`, `fail`, `stop` and `restart`.
+    `add_output`, `fail` and `stop`.
 
     Parameters
     ----------
@@ -89,7 +90,7 @@ class LiveRequest:
         self._created, self._began = int(time.time()), time.monotonic()
         self._key = secrets.randbits(64)
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, str | Output] | Exception | None] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, str | Output] | Exception] = asyncio.Queue()
         self._waits = True  # for the first token
 
     def add_text(self, choice: int, text: str, last: bool) -> None:
@@ -112,15 +113,11 @@ class LiveRequest:
         """Take the reason why the server gives the request up."""
         self._put(Stopped(message))
 
-    def restart(self) -> None:
-        """Expect the texts of all unfinished choices from their beginning."""
-        self._put(None)
-
-    def _put(self, event: tuple[int, str | Output] | Exception | None) -> None:
+    def _put(self, event: tuple[int, str | Output] | Exception) -> None:
         with suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-    async def _next(self) -> tuple[int, str | Output] | None:
+    async def _next(self) -> tuple[int, str | Output]:
         event = await self._events.get()
         if isinstance(event, Exception):
             raise event
@@ -130,9 +127,9 @@ class LiveRequest:
         """Return the body of the response. Raises `Stopped` or `BadRequest`."""
         outputs: dict[int, Output] = {}
         while len(outputs) < self.request.choices:
-            event = await self._next()
-            if event is not None and isinstance(event[1], Output):
-                outputs[event[0]] = event[1]
+            choice, value = await self._next()
+            if isinstance(value, Output):
+                outputs[choice] = value
         return answer_body(self.request.request, self._ended(outputs), key=self._key,
                            model=self._model, created=self._created, parser=self._parser)
 
@@ -159,12 +156,7 @@ class LiveRequest:
             if begin := text.begin():
                 yield event(begin)
         while len(outputs) < self.request.choices:
-            item = await self._next()
-            if item is None:
-                for text in texts:
-                    text.restart()
-                continue
-            choice, value = item
+            choice, value = await self._next()
             if isinstance(value, Output):
                 outputs[choice] = value
                 for part in texts[choice].end(value):
@@ -178,14 +170,14 @@ class LiveRequest:
 
 
 class _ChoiceStream:
-    """The choices of a stream's events: each has the text that the last ones have not."""
+    """One choice of a streamed answer: turns the text so far into deltas."""
 
     def __init__(self, request: TokenizedRequest, choice: int, parser: ReasoningParser | None):
         self._request, self._choice, self._parser = request.request, choice, parser
         self._text = ""
         self._sent = {"content": "", "reasoning_content": ""}
-        # Text without the marks of reasoning can be split at its end only.
-        self._whole = parser is None or self._request.chat and parser.has_hidden_marks
+        # Marks of reasoning that are special tokens are not in the text: it is split at its end.
+        self._sent_at_end = parser is None or self._request.chat and parser.has_hidden_marks
         self._before = ""
         if parser is not None and self._request.chat:
             self._before = parser.before(request.prompts[choice // self._request.n])
@@ -200,14 +192,10 @@ class _ChoiceStream:
             return self._part({"content": prompt})
         return None
 
-    def restart(self) -> None:
-        """Expect the same text again, from its beginning."""
-        self._text = ""
-
     def add(self, text: str) -> dict[str, Any] | None:
         """Return a choice with what is new for the client; None if nothing is."""
         self._text += text
-        if self._whole:
+        if self._sent_at_end:
             return None
         stops, content, reasoning = self._request.stops, self._text, ""
         if self._request.chat and self._parser is not None:

@@ -42,6 +42,8 @@ class Metrics:
         Sequences of the current block, and others that have been accepted.
     prompt_tokens, generation_tokens : Counter
         Tokens of finished sequences.
+    batches : Gauge
+        Batches with work left.
     first_token_seconds, request_seconds : Histogram
         Of requests that a client waits for: time to their first token, and to their end.
     """

@@ -66,9 +66,6 @@ class LiveSink(Sink, Protocol):
     def add_text(self, choice: int, text: str, last: bool) -> None:
         """Take the text of a new token."""
 
-    def restart(self) -> None:
-        """Expect the texts of all unfinished choices from their beginning."""
-
     def stop(self, message: str) -> None:
         """Take the reason why the server gives the request up."""
 
@@ -388,16 +385,12 @@ class Scheduler:
         self._flush()
 
     def _fail(self, error: PromptError) -> None:
-        """Fail a request that cannot go on. The others of its block begin again."""
+        """Fail a request that cannot go on."""
         with self._lock:
             owner = self._pop(error.key)
             if owner is not None:
                 self._abort([key for key, other in self._owners.items()
                              if other.request is owner.request])
-            sinks = {id(other.sink): other.sink for other in self._owners.values()}.values()
-        for sink in sinks:
-            if not isinstance(sink, BatchRun):
-                sink.restart()  # type: ignore[attr-defined]
         if owner is not None:  # None: aborted during the block
             owner.sink.fail(owner.request, failure_reason(error))
         self._flush()

@@ -85,6 +85,7 @@ def test_streams_end_before_a_stop_string(served, texts):
     ("completions", {"prompt": "w3", "temperature": 9}, "temperature"),
     ("completions", {"prompt": "w3", "stream": 1}, "stream"),
     ("completions", {"prompt": "w3", "stream_options": {}}, "stream_options"),
+    ("completions", {"prompt": "w3", "stream": True, "stream_options": True}, "stream_options"),
     ("completions", {"prompt": "w3", "max_tokens": 200}, "prompt"),
     ("completions", {"prompt": [5, 4000]}, "prompt"),
     ("completions", {"prompt": "w3", "response_format": {"type": "json_schema", "json_schema": {
@@ -203,22 +204,17 @@ def test_streams_split_reasoning_and_stop(text, want):
     body = {"messages": [{"role": "user", "content": "x"}], "stop": "STOP"}
     chat = parse_request("/v1/chat/completions", body, "a", Defaults({"m"}, 99))
 
-    async def parts(restart: bool) -> list[dict]:
+    async def parts() -> list[dict]:
         live = LiveRequest(TokenizedRequest(0, chat, [[1]], [99]), "m", Marks(), Metrics("m"))
-        if restart:  # another request of the block has failed
-            for character in text[:9]:
-                live.add_text(0, character, False)
-            live.restart()
         for character in text:
             live.add_text(0, character, False)
         live.add_output(live.request, 0, Output(None, [1], [2], text, "stop"))
         return [json.loads(event[6:]) async for event in
                 live.events(StreamOptions({"stream": True})) if event[6:12] != b"[DONE]"]
 
-    for restart in (False, True):
-        deltas = [part["choices"][0]["delta"] for part in asyncio.run(parts(restart))]
-        assert tuple("".join(delta.get(name) or "" for delta in deltas)
-                     for name in ("content", "reasoning_content")) == want
+    deltas = [part["choices"][0]["delta"] for part in asyncio.run(parts())]
+    assert tuple("".join(delta.get(name) or "" for delta in deltas)
+                 for name in ("content", "reasoning_content")) == want
 
 
 def test_ends_that_begin_a_stop_string_are_held_back():
