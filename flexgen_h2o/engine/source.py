@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -186,7 +186,9 @@ class ModelSource:
             return checkpoint, names
         if (on_disk and self.gguf is None
                 and not all(self._direct(checkpoint, n) for n in names.values())):
-            checkpoint.close()
+            with closing(checkpoint):
+                for name in names.values():  # the copy leaves out what is not floating-point
+                    checkpoint.check_dtype(name)
             dtype = str(self.dtype).removeprefix("torch.")
             folder = converted_folder(self.folder, dtype, progress=progress,
                                       views=_views(self.config))

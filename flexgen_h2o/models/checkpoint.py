@@ -130,11 +130,15 @@ class Checkpoint(ABC):
         usable = out.is_floating_point() or as_stored
         if out.device.type != "cpu" or not out.is_contiguous() or not usable:
             raise ValueError(f"{name} can only be read into a contiguous floating CPU tensor")
-        if info.dtype not in _READABLE and not as_stored:
-            raise UserError(
-                f"{self.source}: tensor {name} is stored as {_plain(info.dtype)}; "
-                "use a checkpoint in float32, float16 or bfloat16"
-            )
+        if not as_stored:
+            self.check_dtype(name)
+
+    def check_dtype(self, name: str) -> None:
+        """Raise `UserError` for a tensor that is not stored as floating-point numbers."""
+        dtype = self.info(name).dtype
+        if dtype not in _READABLE:
+            raise UserError(f"{self.source}: tensor {name} is stored as {_plain(dtype)}; "
+                            "use a checkpoint in float32, float16 or bfloat16")
 
     def stored_layout(self, name: str) -> MatrixLayout | None:
         """Return the layout of a tensor's quantized values; None if it is not quantized."""

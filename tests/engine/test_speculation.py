@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.engine import captured_step, executor
+from flexgen_h2o.engine import captured_step, executor, generation
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.decoder import DecoderLayers
 from flexgen_h2o.engine.draft_model import new_drafter
@@ -80,7 +80,7 @@ def speculative(policy: Policy, **changes) -> Policy:
 def draft_with(monkeypatch):
     """Let runs draft with this drafter, and never pause."""
     def set_drafter(drafter):
-        monkeypatch.setattr(Runner, "drafter", lambda self, max_tokens: drafter)
+        monkeypatch.setattr(generation, "new_drafter", lambda runner, max_tokens: drafter)
 
     monkeypatch.setattr(DraftAutotune, "length", lambda self, sequences: 99)
     return set_drafter
@@ -112,7 +112,7 @@ def repetitive_prompts() -> list[list[int]]:
 def sampling(do_sample: bool) -> list[SamplingParams]:
     more = {"do_sample": True, "temperature": 0.6, "presence_penalty": 0.4} if do_sample else {
         "repetition_penalty": 1.05}
-    return [SamplingParams(max_new_tokens=new, eos_token_id=-1, seed=number, logprobs=2,
+    return [SamplingParams(max_new_tokens=new, eos_token_id=-1, seed=number + 7, logprobs=2,
                            min_new_tokens=1, **more) for number, new in enumerate(NEW)]
 
 
@@ -422,7 +422,8 @@ def test_a_run_costs_three_percent_more_at_most(tiny_model, monkeypatch, row_sec
 
     monkeypatch.setattr(DecoderLayers, "embed", timed)
     monkeypatch.setattr(executor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(Runner, "drafter", lambda self, max_tokens: Guess([[3] * 200], 1.0))
+    monkeypatch.setattr(generation, "new_drafter",
+                        lambda runner, max_tokens: Guess([[3] * 200], 1.0))
     with LLM(str(tiny_model("llama").folder), policy=speculative(Policy())) as llm:
         llm.generate([[1, 2]], max_new_tokens=200, eos_token_id=-1)
         stats = llm.stats
