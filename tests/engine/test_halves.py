@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.cache import decode_attention, kv_cache, tiers
+from flexgen_h2o.cache import decode_attention, tiers, token_attention
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.models import family
@@ -80,14 +80,14 @@ def test_attention_on_the_cpu_gives_the_same_tokens(tiny_model, key, h2o, bits):
 def test_attention_sinks_are_copied_to_the_host_once(tiny_model, monkeypatch):
     """A copy at each step would have the host wait for the GPU."""
     tiny, used = tiny_model("gpt_oss"), []
-    prompts, decode = prompts_of(tiny), kv_cache.ops.decode_attention
+    prompts, decode = prompts_of(tiny), token_attention.ops.decode_attention
     expected = tokens(tiny, prompts)
 
     def noting(*args, **options):
         used.append(options["sinks"])
         return decode(*args, **options)
 
-    monkeypatch.setattr(kv_cache.ops, "decode_attention", noting)
+    monkeypatch.setattr(token_attention.ops, "decode_attention", noting)
     assert tokens(tiny, prompts, cache=HOST, cpu_cache_compute=True, **AWAY) == expected
     layers = tiny.model.config.num_hidden_layers
     assert len(used) > 2 * layers and len({id(sinks) for sinks in used}) == layers
@@ -128,7 +128,7 @@ def test_cpu_attention_overlaps_other_batches(tiny_model, monkeypatch):
     started = [threading.Event() for _ in range(jobs * (NEW - 1))]
     running = itertools.count()
     starts = itertools.count()
-    decode, start = kv_cache.ops.decode_attention, decode_attention.HostAttentionQueue.start
+    decode, start = token_attention.ops.decode_attention, decode_attention.HostAttentionQueue.start
 
     def patient(*args, **options):
         number = next(running)  # one thread, one after the other
@@ -142,7 +142,7 @@ def test_cpu_attention_overlaps_other_batches(tiny_model, monkeypatch):
         started[next(starts)].set()
         return found
 
-    monkeypatch.setattr(kv_cache.ops, "decode_attention", patient)
+    monkeypatch.setattr(token_attention.ops, "decode_attention", patient)
     monkeypatch.setattr(decode_attention.HostAttentionQueue, "start", noted)
     prompts = prompts_of(tiny, [9, 5, 4, 2])
     got = tokens(tiny, prompts, gpu_batch_size=2, cache=HOST, cpu_cache_compute=True)
@@ -155,7 +155,7 @@ def test_engine_works_after_an_error_in_cpu_attention(tiny_model, monkeypatch, e
     """The error of a kernel, or an interrupt with the attention of two batches under way."""
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny, [9, 5, 4, 2])
-    decode, calls = kv_cache.ops.decode_attention, itertools.count()
+    decode, calls = token_attention.ops.decode_attention, itertools.count()
 
     def fail(*args, **options):
         if next(calls) == 9:
@@ -172,7 +172,7 @@ def test_engine_works_after_an_error_in_cpu_attention(tiny_model, monkeypatch, e
     with LLM(str(tiny.folder), policy=policy, dtype="float32") as llm:
         with monkeypatch.context() as patch, pytest.raises(error):
             if error is ArithmeticError:
-                patch.setattr(kv_cache.ops, "decode_attention", fail)
+                patch.setattr(token_attention.ops, "decode_attention", fail)
             else:
                 before_token_layers(patch, interrupt)
             llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)

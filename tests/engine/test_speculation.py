@@ -23,7 +23,6 @@ from flexgen_h2o.engine import captured_step, executor, generation
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.decoder import DecoderLayers
 from flexgen_h2o.engine.draft_model import new_drafter
-from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.speculation import LOSS_SHARE, NGRAM_SIZES, DraftAutotune, NgramDrafter
 from flexgen_h2o.errors import UserError
 

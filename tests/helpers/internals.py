@@ -352,10 +352,10 @@ def draw_at(monkeypatch, choose, point: float) -> None:
 
 def plan_with(llm, change) -> None:
     """Let an `LLM` plan with the limits that ``change(workload, limits)`` makes of what is free."""
-    plan = llm._memory._planned
+    plan = llm._memory.plan
 
-    def planned(policy, cache, workload, loaded_bytes):
-        found, limits = plan(policy, cache, workload, loaded_bytes)
+    def planned(policy, cache, workload, *, loaded_bytes):
+        found, limits = plan(policy, cache, workload, loaded_bytes=loaded_bytes)
         return found, change(workload, limits)
 
-    llm._memory._planned = planned
+    llm._memory.plan = planned
