@@ -261,13 +261,13 @@ class Executor:
     def _head(self, step: LayerStep, batch: Batch) -> None:
         """Compute the logits of a batch, and let the consumer append tokens or scores."""
         values = []
-        rows = self._consumer.rows(batch, step.forward_pass)
         if batch.drafts:
             self._verify(step, batch)
-            rows = rows[:0]
-        for row, logits in self._layers.logits(step, rows):
-            values.append(self._consumer.reduce(batch, step.forward_pass, row, logits))
-            self._apply(batch, step.forward_pass, row, values[-1])
+        else:
+            rows = self._consumer.rows(batch, step.forward_pass)
+            for row, logits in self._layers.logits(step, rows):
+                values.append(self._consumer.reduce(batch, step.forward_pass, row, logits))
+                self._apply(batch, step.forward_pass, row, values[-1])
         self._hidden.drop(step.batch)
         if values and self._exchange is not None:
             self._values[step.batch] = torch.cat(values)
@@ -286,6 +286,7 @@ class Executor:
             for row, row_logits in enumerate(logits.split(1), first):
                 self._apply(batch, step.forward_pass, 0, self._consumer.reduce(
                     batch, step.forward_pass, 0, row_logits))
+                # The last row has no draft: its slice is empty.
                 if request.finish_reason or request.generated[-1:] != batch.drafts[row : row + 1]:
                     return
                 self._timing.accepted_tokens += 1

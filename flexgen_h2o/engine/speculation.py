@@ -47,7 +47,10 @@ class Drafter(Protocol):
 
 @dataclass
 class _NgramIndex:
-    """Positions behind the latest n-grams of a text, of which `tokens` are indexed."""
+    """N-grams of the first `tokens` tokens of a text.
+
+    `ends` has the position after the latest occurrence of each.
+    """
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     tokens: int = 0
@@ -79,7 +82,7 @@ class NgramDrafter:
         index, text = self._index(request), request.history
         for size in NGRAM_SIZES:
             following = text[index.ends.get(tuple(text[-size:]), len(text)) :]
-            if following:  # if they reach the end of the text, it repeats itself
+            if following:  # repeated to the length asked for
                 return (following * (most // len(following) + 1))[:most]
         return []
 

@@ -232,27 +232,28 @@ class PlacementSolver:
         limited = np.isfinite(free)
         rows = [np.hstack((bytes_of[limited, 1:],
                            np.zeros((limited.sum(), len(self._layer_steps)))))]
-        bounds = [free[limited] - bytes_of[limited, 0]]
+        limits = [free[limited] - bytes_of[limited, 0]]
         scale = np.maximum(np.abs(rows[0]).max(axis=1), 1)
-        rows[0], bounds[0] = rows[0] / scale[:, None], bounds[0] / scale
-        compute = self._block_seconds(np.array([1.0] + [0.0] * len(_SHARES)))
+        rows[0], limits[0] = rows[0] / scale[:, None], limits[0] / scale
+        constant = self._block_seconds(np.array([1.0] + [0.0] * len(_SHARES)))
         for index, layer_step in enumerate(self._layer_steps):
-            weight = layer_step.count / compute  # keeps numbers near 1
+            weight = layer_step.count / constant  # keeps numbers near 1
             elapsed = np.zeros((len(layer_step.lanes), len(self._layer_steps)))
             elapsed[:, index] = -1
             rows.append(np.hstack((layer_step.lanes[:, 1:] * weight, elapsed)))
-            bounds.append(-layer_step.lanes[:, 0] * weight)
+            limits.append(-layer_step.lanes[:, 0] * weight)
         slower = [_TIER_PENALTY * TIERS.index(tier) for _, tier in _SHARES]
         sums_to_one = np.zeros((len(PLACED), len(_SHARES) + len(self._layer_steps)))
         for index, kind in enumerate(PLACED):
             sums_to_one[index, [number for number, (k, _) in enumerate(_SHARES) if k == kind]] = 1
-        shares = [(0, int(tier in self._tiers and (kind != "cache" or cache_tier in (None, tier))))
-                  for kind, tier in _SHARES]
+        share_bounds = [
+            (0, int(tier in self._tiers and (kind != "cache" or cache_tier in (None, tier))))
+            for kind, tier in _SHARES]
         solution = linprog(
             [*slower, *[1] * len(self._layer_steps)], A_ub=np.vstack(rows),
-            b_ub=np.concatenate(bounds),
+            b_ub=np.concatenate(limits),
             A_eq=sums_to_one, b_eq=np.ones(len(PLACED)),
-            bounds=[*shares, *[(0, None)] * len(self._layer_steps)], method="highs")
+            bounds=[*share_bounds, *[(0, None)] * len(self._layer_steps)], method="highs")
         return solution.x[: len(_SHARES)] if solution.success else None
 
     @cached_property

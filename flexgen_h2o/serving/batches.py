@@ -60,7 +60,7 @@ class BatchRun:
     Raises
     ------
     InvalidInput
-        A line is not JSON, or has no id of its own.
+        A line is not JSON, or has no unique `custom_id`.
     UserError
         A file cannot be read or written.
     """
@@ -162,7 +162,7 @@ class BatchRun:
                 sequences -= found.choices
             if time.monotonic() > until:
                 break
-        # As `BlockQueue` sorts: similar lengths share a batch.
+        # Similar lengths share a batch, as in `BlockQueue`; a session keeps the order of adding.
         requests.sort(key=lambda request: (-max(request.limits).bit_length(),
                                            -max(map(len, request.prompts))))
         return requests

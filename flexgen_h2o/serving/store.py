@@ -292,7 +292,7 @@ class Store:
     def update_batch(self, id: str, *, only_if: Collection[str] = ACTIVE, **changes: Any) -> Batch:
         """Change fields of a batch, if its status is one of `only_if`, and return the batch.
 
-        A new `status` gets its time.
+        A new `status` also sets the field `<status>_at`.
         """
         with self._transaction() as database:
             data, = database.execute("SELECT data FROM records WHERE id = ?", (id,)).fetchone()
@@ -308,15 +308,13 @@ class Store:
 
     def finish_batch(self, batch: Batch, status: str) -> Batch:
         """End a batch, and offer its files of results that are there."""
-        names = {"output_file_id": "output", "error_file_id": "error"}
-        for field, name in names.items():
+        ids = {}
+        for field, name in (("output_file_id", "output"), ("error_file_id", "error")):
             id = getattr(batch, field)
-            if id and os.path.exists(self.path(id)):
+            ids[field] = id if id and os.path.exists(self.path(id)) else ""
+            if ids[field]:
                 self._add_file(id, f"{batch.id}_{name}.jsonl", OUTPUT)
-            else:
-                names[field] = ""
-        return self.update_batch(batch.id, status=status, **{
-            field: getattr(batch, field) if name else "" for field, name in names.items()})
+        return self.update_batch(batch.id, status=status, **ids)
 
     def active_batches(self) -> list[Batch]:
         """Return the batches with work left, oldest first."""
