@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -145,7 +146,7 @@ def test_page_is_public_but_not_what_it_shows(words, tmp_path):
 
 def test_rate_is_of_the_last_seconds(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now))
     rate = Rate(10)
     now = 105.0
     assert rate.sample(50) == 10
