@@ -35,7 +35,7 @@ Chat = tuple[str, dict]
 
 
 def read_chats(count: int) -> list[Chat]:
-    """Return `count` chats of each schema, those of one subject after the other."""
+    """Return `count` chats of each schema, in turns."""
     rows = [json.loads(line) for line in Path(SCHEMAS).read_text(encoding="utf-8").splitlines()]
     return [(row["prompt"].format(subject) + " Answer in JSON.", row["schema"])
             for subjects in zip(*(row["subjects"][:count] for row in rows), strict=True)

@@ -124,7 +124,7 @@ class _SharedFlags:
 
 def request_flags(options: type, *, more: Collection[str] = (), without: Collection[str] = ()
                   ) -> list[Field]:
-    """Return the fields of all flags of a command: those of its options, and of `generate`.
+    """Return the fields of all flags of a command: its options, and the flags of `generate`.
 
     Parameters
     ----------

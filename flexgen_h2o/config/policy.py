@@ -48,9 +48,9 @@ class Policy:
         Placement of a mixture's experts; `weights` then covers all other weights. None: `weights`
         covers both, and experts get the fastest memory that the others leave.
     expert_slots : int, optional
-        Slots in fast memory for experts that are not resident there, besides those of the share of
-        `experts` in memory if others are on disk. None: the experts that a decode step chooses in
-        two layers.
+        Slots in fast memory for experts that are not resident there. With experts on disk, they
+        are added to the slots for the share of `experts` in memory. None: the experts that a decode
+        step chooses in two layers.
     cpu_expert_compute : bool
         Compute experts in host memory on the CPU (with a GPU).
     expert_choices : ExpertChoices, optional

@@ -38,7 +38,7 @@ class _DraftedText:
 class ModelDrafter:
     """Drafts the greedy continuation of a draft model.
 
-    Each request has a full cache of its own. Rejected drafts are overwritten in it.
+    Each request has its own full cache, in which new tokens overwrite rejected drafts.
 
     Parameters
     ----------

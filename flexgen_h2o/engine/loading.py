@@ -94,8 +94,8 @@ def _prepare_draft(args: EngineArgs, prompts: Prompts, control: ControlChannel) 
     Raises
     ------
     UserError
-        Its tokens differ from those of the `LLM`, whose prompts are given, or its cache would
-        evict tokens: rejected drafts could not be taken back.
+        Its vocabulary differs from the vocabulary of `prompts`, or its cache would evict tokens,
+        so that rejected drafts could not be undone.
     """
     name = str(args.policy.draft_model)
     draft = prepare_model(EngineArgs(
