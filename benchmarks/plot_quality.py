@@ -118,7 +118,7 @@ def draw(rows: Sequence[Row]):
     beside(figure, *panels[0].get_legend_handles_labels())
     first = rows[0]
     notes = ["In numbers of 16 bits but where fewer are named; keys, values and index, without "
-             "weights and scores. The full cache, which loses nothing, stands at the bottom."]
+             "weights and scores. The full cache, which loses nothing, is at the bottom."]
     if any(mode[0] == "recall" for mode in by_policy):
         notes.append("Recall holds everything and an index: what it saves is reading.")
     entitle(figure, "Quality against the bytes of the cache\n"

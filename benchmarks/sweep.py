@@ -152,7 +152,7 @@ def load(path: Path, *, models: Path) -> Sweep:
 
 @dataclass(frozen=True)
 class _Value:
-    """A value of an axis: the flags that it stands for, with or without a name."""
+    """A value of an axis: a group of flags, with or without a name."""
 
     shown: str
     flags: Mapping[str, object]

@@ -195,7 +195,7 @@ class Stream(ExclusiveResource):
         self._check_open()
         limit, reason = self._limit
         remaining = None if limit is None else limit - self.tokens
-        return self._prompts.encode(text, self._turns, continues=self.tokens > 0,
+        return self._prompts.encode(text, self._turns, special=self.tokens == 0,
                                     limit=(remaining, f"the {remaining} that are left of {reason}"))
 
     def _check_length(self, new: int) -> None:

@@ -418,7 +418,7 @@ class LLM(ExclusiveResource):
             conversations = [conversations]
         texts = render_chats(self.tokenizer, conversations, chat_template, chat_template_kwargs)
         # The template writes special tokens: the tokenizer adds none.
-        prompts = [self._prompts.encode(text, key, continues=True)
+        prompts = [self._prompts.encode(text, key, special=False)
                    for key, text in enumerate(texts)]
         params = [answer if answer.eos_token_id is not None
                   else replace(answer, eos_token_id=self.chat_end_tokens or None)

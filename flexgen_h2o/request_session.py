@@ -33,7 +33,7 @@ class RequestSession(ExclusiveResource):
     One thread calls `step` in a loop. Requests join between blocks: each block has the sequences
     that the last one left unfinished, and waiting requests in the order of their priority and of
     adding. If there is no room for a request of a higher priority, the newest sequence of the
-    lowest one waits again, and starts anew later. Results are those of `LLM.generate`.
+    lowest one waits again, and is recomputed later. Results are those of `LLM.generate`.
     `LLM.open_session` opens a session.
 
     Parameters
@@ -98,7 +98,7 @@ class RequestSession(ExclusiveResource):
             Requests of a higher priority come first.
         on_text : callable (text, last), optional
             Called in the thread of `step` with the characters that each token completes, and
-            whether it is the last one: once for each token, also of a sequence that starts anew.
+            whether it is the last one: once for each token, also if the sequence is recomputed.
             An aborted request gets no last call.
         add_special_tokens, **sampling
             See `LLM.generate`.
@@ -119,7 +119,7 @@ class RequestSession(ExclusiveResource):
         if on_text is not None and not self._has_text:
             raise UserError("the model has no tokenizer here, and on_text gets text: leave it out")
         key, new = next(self._keys), params.max_new_tokens
-        tokens = self._prompts.encode(prompt, key, continues=not add_special_tokens)
+        tokens = self._prompts.encode(prompt, key, special=add_special_tokens)
         if len(tokens) + new > self._max_len:
             raise UserError(f"prompt {key} has {len(tokens)} tokens, and with {new} new ones more "
                             f"than the session's {self._max_len}: shorten it, or ask for fewer")
@@ -169,7 +169,7 @@ class RequestSession(ExclusiveResource):
         ------
         PromptError
             The request `key` of the error cannot be computed, and has been dropped. The others of
-            its block start anew in the next one.
+            its block are recomputed in the next one.
         UserError
             Anything else, such as a full disk; the session is closed.
         """

@@ -166,7 +166,7 @@ def try_out(commands: Path, folder: Path) -> None:
     lines = (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()
     lengths = [len(json.loads(line)["token_ids"]) for line in lines]
     if lengths != [4, 4]:
-        sys.exit(f"2 sequences of 4 tokens were asked for, and {lengths} came")
+        sys.exit(f"2 sequences of 4 tokens were requested, and {lengths} came")
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def serve_file(client: OpenAI, path: str) -> float:
     while (batch := client.batches.retrieve(batch.id)).status != "completed":
         if batch.status in ("failed", "expired"):
             raise RuntimeError(f"the batch has {batch.status}: {batch.errors}")
-        time.sleep(0.5)  # polls take time from the server
+        time.sleep(2.0)  # polls take time from the server
     seconds = time.perf_counter() - began
     lines = client.files.content(batch.output_file_id).text.splitlines()
     return sum(json.loads(line)["response"]["body"]["usage"]["completion_tokens"]

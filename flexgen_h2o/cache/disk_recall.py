@@ -321,7 +321,7 @@ class DiskRecallPart(FetchedPart):
         if fills:
             self.counts.loads += loads
         else:
-            self.counts.guesses += loads
+            self.counts.prefetches += loads
 
     def _fetch_missing(self, layer: int, batch: int, rows: slice, selected: SelectedTokens
                        ) -> tuple[Tensor, int, int]:

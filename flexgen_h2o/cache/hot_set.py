@@ -32,7 +32,7 @@ class RecallCounts:
         Selected tokens that were in fast memory.
     loads : int
         Selected tokens that were fetched, and tokens that filled a hot set.
-    guesses : int
+    prefetches : int
         Tokens that were prefetched, used or not.
     wait_seconds : float
         Time for which compute waited for fetches.
@@ -40,7 +40,7 @@ class RecallCounts:
 
     hits: int = 0
     loads: int = 0
-    guesses: int = 0
+    prefetches: int = 0
     wait_seconds: float = 0.0
 
     def since(self, before: RecallCounts) -> RecallCounts:

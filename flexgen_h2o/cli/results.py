@@ -49,9 +49,9 @@ CSV_COLUMNS = (
     "peak_device_bytes", "peak_process_bytes", "weight_bytes",
     "kv_cache_bytes", "full_kv_cache_bytes", "kv_bytes_per_token",
     *(f"{link.replace('->', '_to_')}_{unit}" for link in LINKS for unit in ("gb", "gb_per_s")),
-    "expert_touches", "expert_hit_rate", "expert_loads", "expert_guesses",
-    "expert_guess_hit_rate", "expert_gb",
-    "recall_hit_rate", "recall_loads", "recall_guesses", "recall_wait_seconds",
+    "expert_touches", "expert_hit_rate", "expert_loads", "expert_prefetches",
+    "expert_prefetch_hit_rate", "expert_gb",
+    "recall_hit_rate", "recall_loads", "recall_prefetches", "recall_wait_seconds",
     "acceptance_rate", "tokens_per_step",
     "projected",
 )

@@ -36,7 +36,7 @@ class CacheFlags:
     )
     model: str | None = flag(
         "text", None, shown="all models", metavar="NAME",
-        help="entries of this model, as the list names it; * stands for any text",
+        help="entries of this model, as the list names it; * matches any text",
     )
     all: bool = flag("bool", False, help="prune every entry")
     dry_run: bool = flag("bool", False, help="show what prune would remove, and remove nothing")

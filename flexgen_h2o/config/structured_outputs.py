@@ -45,11 +45,11 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         names = [field.name for field in fields(self)]
-        given = [name for name in names if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        present = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(present) != 1:
             raise UserError(f"structured_outputs must have exactly one of {', '.join(names)}, got "
-                            f"{', '.join(given) or 'none'}")
-        name, value = given[0], getattr(self, given[0])
+                            f"{', '.join(present) or 'none'}")
+        name, value = present[0], getattr(self, present[0])
         if name == "json" and isinstance(value, Mapping):
             value = _as_json(value)
         elif name == "choice":

@@ -242,8 +242,8 @@ def common_prefix(prompts: Sequence[list[int]]) -> int:
     if len(prompts) < 2:
         return 0
     first, last = min(prompts), max(prompts)  # in lexical order, all others are between them
-    most = min(map(len, prompts)) - 1
-    length = next((index for index in range(most) if first[index] != last[index]), most)
+    limit = min(map(len, prompts)) - 1
+    length = next((index for index in range(limit) if first[index] != last[index]), limit)
     return length if length >= SHARED_PREFIX else 0
 
 

@@ -62,11 +62,11 @@ class ModelDrafter:
         """Cache the text."""
         self.draft(request, 1)
 
-    def draft(self, request: Request, most: int) -> list[int]:
+    def draft(self, request: Request, max_drafts: int) -> list[int]:
         """Return the greedy continuation of the text; no tokens past the model's positions."""
         text, history = self._texts.get(request.key), request.history
-        most = min(most, self._max_tokens - len(history) + 1)
-        if most < 1:
+        max_drafts = min(max_drafts, self._max_tokens - len(history) + 1)
+        if max_drafts < 1:
             return []
         if text is None:
             text = self._texts[request.key] = _DraftedText(self._workspace())
@@ -77,8 +77,8 @@ class ModelDrafter:
         if max(drafted.prompt) >= self._runner.config.vocab_size:
             return []
         self._runner.extend(
-            text.workspace, next_turn(drafted, most - 1, past=cached, chunk=DRAFT_CHUNK),
-            GenerationSampler({request.key: GenerationRules(self._sampler, most)}))
+            text.workspace, next_turn(drafted, max_drafts - 1, past=cached, chunk=DRAFT_CHUNK),
+            GenerationSampler({request.key: GenerationRules(self._sampler, max_drafts)}))
         text.tokens = history + drafted.generated[:-1]
         # Either model may have padded its vocabulary.
         return list(takewhile(lambda token: token < self._vocab_size, drafted.generated))

@@ -295,9 +295,9 @@ class Executor:
         """Return the drafts for a batch's next forward pass, within the sequence's limit."""
         request, layout = batch.requests[0], batch.batch_layout
         sequences = sum(not batch.finished for batch in self._batches)
-        most = min(self._draft_autotune.length(sequences), layout.draft_tokens,
+        max_drafts = min(self._draft_autotune.length(sequences), layout.draft_tokens,
                    layout.limit(0) - len(request.generated))
-        return drafter.draft(request, most) if most > 0 else []
+        return drafter.draft(request, max_drafts) if max_drafts > 0 else []
 
     def _apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
         """Let the consumer apply reduced logits, of rows from index `row` on, to the requests."""

@@ -99,9 +99,9 @@ class ExpertCounts:
         Uses of experts that had a slot when they were requested.
     loads : int
         Uses of experts that were loaded on request.
-    guesses : int
+    prefetches : int
         Experts that were prefetched, used or not.
-    guess_hits : int
+    prefetch_hits : int
         Prefetched experts that the next layer used.
     bytes : int
         Bytes of all loads.
@@ -110,8 +110,8 @@ class ExpertCounts:
     touches: int = 0
     hits: int = 0
     loads: int = 0
-    guesses: int = 0
-    guess_hits: int = 0
+    prefetches: int = 0
+    prefetch_hits: int = 0
     bytes: int = 0
 
     def since(self, before: ExpertCounts) -> ExpertCounts:
@@ -173,7 +173,7 @@ class ExpertSlots:
         self._waiting: deque[ExpertKey] = deque()  # requested, without a slot
         self._predicted: deque[ExpertKey] = deque()  # of the next layer, not prefetched yet
         self._prefetched: set[ExpertKey] = set()  # pinned predictions
-        self._guesses: set[ExpertKey] = set()  # of them, those that were loaded
+        self._prefetch_loads: set[ExpertKey] = set()  # of them, those that were loaded
         self._loading: set[ExpertKey] = set()  # loaded or being loaded, not computed yet
         self._loaded: dict[ExpertKey, Mapping[str, Weight]] = {}  # ready in slots
         self._contents: dict[int, ExpertKey] = {}  # the expert that a slot was last loaded with
@@ -304,7 +304,7 @@ class ExpertSlots:
                 self._waiting.append(key)
             else:
                 self.counts.hits += 1
-                self.counts.guess_hits += key in self._guesses
+                self.counts.prefetch_hits += key in self._prefetch_loads
                 self._policy.pin(key)
         if self._overlap:
             self._start_loads()
@@ -312,7 +312,7 @@ class ExpertSlots:
     def prefetch(self, keys: Iterable[ExpertKey]) -> None:
         """Prefetch experts that the next layer may need, in descending order of probability."""
         self._end_prefetch()
-        self._guesses.clear()
+        self._prefetch_loads.clear()
         self._predicted.extend(key for key in keys if key in self._offloaded)
         if self._overlap:
             self._start_loads()
@@ -416,8 +416,8 @@ class ExpertSlots:
             self._policy.pin(key)
             self._prefetched.add(key)
             if cached is None:
-                self.counts.guesses += 1
-                self._guesses.add(key)
+                self.counts.prefetches += 1
+                self._prefetch_loads.add(key)
                 self._load(key, slot)
         return started
 

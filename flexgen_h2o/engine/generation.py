@@ -232,7 +232,7 @@ class Engine:
             A prompt is empty or too long, or a parameter does not go with the model.
         """
         _ = self._prompts.tokenizer  # a damaged tokenizer must raise before the work
-        requests = [Request(key, self._prompts.encode(prompt, key, continues=not special),
+        requests = [Request(key, self._prompts.encode(prompt, key, special=special),
                             seed=prompt_params.seed, params=prompt_params)
                     for key, (prompt, prompt_params) in enumerate(
                         zip(prompts, params, strict=True))]

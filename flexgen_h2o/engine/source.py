@@ -322,8 +322,8 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
         else:
             folder = describe_gguf(gguf)
         _check_adapter(folder)
-        given = read_config(folder)
-        config, stored = from_transformers(given, model), quantization(given, model)
+        raw_config = read_config(folder)
+        config, stored = from_transformers(raw_config, model), quantization(raw_config, model)
     codes = WeightOptions()
     if dummy:
         weights = family(config).weights(config)

@@ -35,8 +35,8 @@ class Drafter(Protocol):
     def begin(self, request: Request) -> None:
         """Read a prompt, so that its first draft takes no longer than others."""
 
-    def draft(self, request: Request, most: int) -> list[int]:
-        """Return at most `most` tokens."""
+    def draft(self, request: Request, max_drafts: int) -> list[int]:
+        """Return at most `max_drafts` tokens."""
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request that ends or begins again."""
@@ -77,13 +77,13 @@ class NgramDrafter:
         index.tokens = len(text)
         return index
 
-    def draft(self, request: Request, most: int) -> list[int]:
+    def draft(self, request: Request, max_drafts: int) -> list[int]:
         """Return the tokens after the latest earlier occurrence of the text's last n-gram."""
         index, text = self._index(request), request.history
         for size in NGRAM_SIZES:
             following = text[index.ends.get(tuple(text[-size:]), len(text)) :]
-            if following:  # repeated to the length asked for
-                return (following * (most // len(following) + 1))[:most]
+            if following:  # repeated up to the requested length
+                return (following * (max_drafts // len(following) + 1))[:max_drafts]
         return []
 
     def forget(self, request: Request) -> None:
@@ -106,13 +106,13 @@ class DraftAutotune:
 
     Parameters
     ----------
-    most : int
+    max_drafts : int
         Maximum length of a draft.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._shortest = self._longest = min(_SHORTEST_DRAFT, most)
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
+        self._shortest = self._longest = min(_SHORTEST_DRAFT, max_drafts)
         self._credit = 0.0
         self._sequences = 1
         self._plain: deque[float] = deque(maxlen=_MEASURED_STEPS)
@@ -131,7 +131,7 @@ class DraftAutotune:
         if not self._plain or self._credit <= 0:
             return 0
         row = self._row_seconds()
-        affordable = self._credit / (row * sequences) if row else self._most
+        affordable = self._credit / (row * sequences) if row else self._max_drafts
         return int(min(self._longest, affordable)) if affordable >= self._shortest else 0
 
     def _row_seconds(self) -> float:
@@ -171,13 +171,13 @@ class DraftAutotune:
         replaced = step * (sequences + accepted) if drafted else seconds
         # Accepted drafts of an earlier part of the text pay for one longest draft only, and a step
         # that was slow for another reason does not end drafting.
-        bound = self._most * step * sequences
+        bound = self._max_drafts * step * sequences
         self._credit += (1 + LOSS_SHARE) * replaced - seconds
         self._credit = max(-bound, min(self._credit, bound))
         if not drafted:
             return
         costs_nothing = self._longest * self._row_seconds() <= LOSS_SHARE * step
         if costs_nothing or accepted == drafted:
-            self._longest = min(2 * self._longest, self._most)
+            self._longest = min(2 * self._longest, self._max_drafts)
         elif not accepted:
             self._longest = max(self._shortest, self._longest // 2)

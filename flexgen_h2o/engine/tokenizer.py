@@ -98,21 +98,20 @@ class Prompts:
         known = eos is None or eos in self._source.generation.end_tokens
         return None if known or eos >= self._config.vocab_size else eos
 
-    def encode(self, prompt: str | Sequence[int], key: int | str, *, continues: bool = False,
+    def encode(self, prompt: str | Sequence[int], key: int | str, *, special: bool = True,
                limit: tuple[int | None, str] | None = None) -> list[int]:
         """Return the token ids of prompt number `key`, at least one.
 
         Parameters
         ----------
-        continues : bool
-            The prompt continues a text, so no special tokens are added. Otherwise the tokenizer's
-            special tokens are added to a text, but no second BOS.
+        special : bool
+            Add the tokenizer's special tokens to a text, but no second BOS.
         limit : (int or None, str), optional
             Maximum number of tokens of a text, and the reason for errors. Default: the model's
             positions. Only texts far above it are refused here, without tokenizing all of them.
         """
         if isinstance(prompt, str):
-            ids = self._tokenize(prompt, f"prompt {key}", special=not continues, limit=limit)
+            ids = self._tokenize(prompt, f"prompt {key}", special=special, limit=limit)
         else:
             ids = _token_ids(prompt, f"prompt {key}")
         # A tokenizer may have more tokens than its model.
@@ -168,7 +167,7 @@ class Prompts:
     def fitting(self, prompt: str | Sequence[int], key: int | str, *, new_tokens: int,
                 special: bool) -> list[int]:
         """Return the token ids of a prompt after which `new_tokens` fit: see `encode`."""
-        ids = self.encode(prompt, key, continues=not special)
+        ids = self.encode(prompt, key, special=special)
         check_length(self._config, self._h2o, prompt=f"prompt {key}", length=len(ids),
                      new_tokens=new_tokens)
         return ids

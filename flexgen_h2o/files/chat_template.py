@@ -96,9 +96,9 @@ class ChatRenderer:
                 _log.warning("the chat template does not read %s, which has no effect",
                              short_repr(name))
         variables = {**self._always["variables"], **(arguments or {})}
-        given = {"messages": list(messages), "variables": variables}
+        fields = {"messages": list(messages), "variables": variables}
         try:
-            request = json.dumps(self._always | given).encode() + b"\n"
+            request = json.dumps(self._always | fields).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError("messages and a template's arguments must be what JSON can hold: "
                             f"{error}") from None

@@ -308,7 +308,7 @@ def _exclusive(folder: Path, flags: int) -> Iterator[bool]:
 
 def entries() -> list[Entry]:
     """Return the entries of the cache, the latest used first."""
-    found = []
+    listed = []
     for kind in KINDS:
         for path in _folders(cache_dir() / kind):
             about = _read_source(path)
@@ -319,7 +319,7 @@ def entries() -> list[Entry]:
             with contextlib.suppress(OSError):  # removed meanwhile
                 mark = path / _USED
                 used = (mark if mark.exists() else path).stat().st_mtime
-                found.append(Entry(path, kind, about["model"], about["form"],
+                listed.append(Entry(path, kind, about["model"], about["form"],
                                    tuple(dict.fromkeys(sources)),
                                    sum(512 * file.lstat().st_blocks for file in inside), used))
-    return sorted(found, key=lambda entry: -entry.used)
+    return sorted(listed, key=lambda entry: -entry.used)

@@ -11,9 +11,9 @@ from flexgen_h2o.errors import UserError
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",
           "latency_p50_seconds", "latency_p95_seconds")
 DRAFTS = ("draft_tokens", "accepted_tokens")
-RECALLS = ("recall_hits", "recall_loads", "recall_guesses", "recall_wait_seconds")
-EXPERTS = ("expert_touches", "expert_hits", "expert_loads", "expert_guesses",
-           "expert_guess_hits", "expert_bytes")
+RECALLS = ("recall_hits", "recall_loads", "recall_prefetches", "recall_wait_seconds")
+EXPERTS = ("expert_touches", "expert_hits", "expert_loads", "expert_prefetches",
+           "expert_prefetch_hits", "expert_bytes")
 
 
 @dataclass(kw_only=True)
@@ -58,9 +58,9 @@ class RunStats:
         Experts used: one for each expert of a layer in a forward pass of a block.
     expert_hits, expert_loads : int
         Touched experts outside compute memory that a slot held, and that had to be loaded.
-    expert_guesses : int
+    expert_prefetches : int
         Experts loaded by speculative prefetch, needed or not.
-    expert_guess_hits : int
+    expert_prefetch_hits : int
         Prefetched experts that the next layer used.
     expert_bytes : int
         Bytes of these loads and prefetches.
@@ -69,7 +69,7 @@ class RunStats:
     recall_hits, recall_loads : int
         Selected tokens per KV head of a cache on a slower tier that the hot set held, and that had
         to be read, including those that filled it first.
-    recall_guesses : int
+    recall_prefetches : int
         Tokens read by speculative prefetch, needed or not.
     recall_wait_seconds : float
         Seconds that compute waited for such reads.
@@ -107,13 +107,13 @@ class RunStats:
     expert_touches: int = 0
     expert_hits: int = 0
     expert_loads: int = 0
-    expert_guesses: int = 0
-    expert_guess_hits: int = 0
+    expert_prefetches: int = 0
+    expert_prefetch_hits: int = 0
     expert_bytes: int = 0
     expert_choices: ExpertChoices | None = None
     recall_hits: int = 0
     recall_loads: int = 0
-    recall_guesses: int = 0
+    recall_prefetches: int = 0
     recall_wait_seconds: float = 0.0
 
     @property
@@ -153,9 +153,9 @@ class RunStats:
         return ratio(self.expert_hits, self.expert_hits + self.expert_loads)
 
     @property
-    def expert_guess_hit_rate(self) -> float | None:
+    def expert_prefetch_hit_rate(self) -> float | None:
         """Prefetched experts that the next layer used / prefetched ones. None without any."""
-        return ratio(self.expert_guess_hits, self.expert_guesses)
+        return ratio(self.expert_prefetch_hits, self.expert_prefetches)
 
     @property
     def recall_hit_rate(self) -> float | None:

@@ -18,7 +18,7 @@ COMPUTE, HOST = "compute", "cpu attention"
 RESOURCES = (COMPUTE, HOST, *LINKS)
 TERMS = (None, *((kind, tier) for kind in PLACED for tier in TIERS))
 """Variables of the affine cost: a constant (None), then the share, 0 to 1, of each kind of data on
-each tier. For a mixture of experts, "weights" stands for the experts; its other weights are part of
+each tier. For a mixture of experts, "weights" means the experts; its other weights are part of
 the constant."""
 
 

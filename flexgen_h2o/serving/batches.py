@@ -105,10 +105,10 @@ class BatchRun:
     def _check_lines(self) -> None:
         source, errors = self._source, []
         for place in np.flatnonzero(source.kinds != VALID)[:MAX_ERRORS]:
-            found = self._tokenizer.read(source, int(place))
-            assert isinstance(found, FailedRequest)
-            errors.append({"code": found.error.code, "line": int(source.numbers[place]),
-                           "message": str(found.error), "param": found.error.param})
+            failed = self._tokenizer.read(source, int(place))
+            assert isinstance(failed, FailedRequest)
+            errors.append({"code": failed.error.code, "line": int(source.numbers[place]),
+                           "message": str(failed.error), "param": failed.error.param})
         if errors:
             raise InvalidInput(errors)
 
@@ -148,18 +148,18 @@ class BatchRun:
         while sequences > 0 and not self.exhausted:
             place = int(self._remaining[self._next])
             self._next += 1
-            found = self._tokenizer.read(self._source, place)
-            if isinstance(found, TokenizedRequest) and (
-                    found.request.chat != (self._batch.endpoint == "/v1/chat/completions")):
-                found = FailedRequest(place, found.request.custom_id, BadRequest(
+            request = self._tokenizer.read(self._source, place)
+            if isinstance(request, TokenizedRequest) and (
+                    request.request.chat != (self._batch.endpoint == "/v1/chat/completions")):
+                request = FailedRequest(place, request.request.custom_id, BadRequest(
                     f"url must be the batch's endpoint, {self._batch.endpoint}", param="url",
                     code="invalid_url"))
-            if isinstance(found, FailedRequest):
-                self._fail(place, found.custom_id, found.error)
+            if isinstance(request, FailedRequest):
+                self._fail(place, request.custom_id, request.error)
             else:
-                requests.append(found)
-                self.outstanding[place] = found
-                sequences -= found.choices
+                requests.append(request)
+                self.outstanding[place] = request
+                sequences -= request.choices
             if time.monotonic() > until:
                 break
         # Similar lengths share a batch, as in `BlockQueue`; a session keeps the order of adding.

@@ -85,14 +85,14 @@ class Dashboard:
 
     async def _changes(self) -> AsyncIterator[bytes]:
         """Yield the status, then the fields that have changed, until the server stops."""
-        shown: dict[str, Any] = {}
-        told = time.monotonic()
-        while shown.get("state") != "stopping":
+        sent: dict[str, Any] = {}
+        sent_at = time.monotonic()
+        while sent.get("state") != "stopping":
             status = await self._read()
             changes = {name: value for name, value in status.items()
-                       if name not in shown or shown[name] != value}
-            if changes or time.monotonic() - told > _HEARTBEAT:
-                shown, told = status, time.monotonic()
+                       if name not in sent or sent[name] != value}
+            if changes or time.monotonic() - sent_at > _HEARTBEAT:
+                sent, sent_at = status, time.monotonic()
                 yield sse(changes) if changes else b":\n\n"
             await asyncio.sleep(INTERVAL)
 

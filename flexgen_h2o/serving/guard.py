@@ -106,9 +106,9 @@ class Guard:
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
             raise ApiError(431, f"the headers have more than {MAX_HEADERS >> 10} KiB")
         if self._key is not None:
-            given = headers.get("authorization", "").encode()
+            key = headers.get("authorization", "").encode()
             path = connection.scope["path"]  # not connection.url, which Host is a part of
-            if not (_PUBLIC.fullmatch(path) or hmac.compare_digest(given, self._key)):
+            if not (_PUBLIC.fullmatch(path) or hmac.compare_digest(key, self._key)):
                 raise ApiError(401, "the API key is missing or wrong: send the server's --api-key "
                                "as \"Authorization: Bearer KEY\"", code="invalid_api_key",
                                headers={"WWW-Authenticate": "Bearer"})

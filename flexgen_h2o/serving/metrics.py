@@ -119,10 +119,10 @@ class Metrics:
 
     def shares(self) -> dict[str, float]:
         """Return hit rates, and the decode steps' share of their roofline, as far as known."""
-        found = self.values("flexgen_h2o:lookups", "cache", "result")
+        lookups = self.values("flexgen_h2o:lookups", "cache", "result")
         shares = {}
-        for cache in sorted({cache for cache, _ in found}):
-            hits, misses = (found.get((cache, result), 0) for result in ("hit", "miss"))
+        for cache in sorted({cache for cache, _ in lookups}):
+            hits, misses = (lookups.get((cache, result), 0) for result in ("hit", "miss"))
             shares[f"Hit rate, {cache}"] = hits / (hits + misses)
         decode, least = (sum(self.values(f"flexgen_h2o:{name}").values())
                          for name in ("decode_seconds", "decode_roofline_seconds"))

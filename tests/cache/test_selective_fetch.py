@@ -86,7 +86,7 @@ def test_tokens_equal_recall_on_the_device(tiny_model, fetched, options):
     assert found == expected
     if fetched["cache"] == DISK and options is not OTHER_BLOCKS:
         assert stats.links["disk->cpu"][0] > 0 and 0 < stats.recall_hit_rate < 1
-        assert (stats.recall_guesses > 0) == options.get("overlap", True)
+        assert (stats.recall_prefetches > 0) == options.get("overlap", True)
 
 
 @on_disk
@@ -127,7 +127,7 @@ def test_larger_hot_set_misses_less(tiny_model, fetched):
         read.append(rest.recall_loads - first.recall_loads * on_disk)
     assert read[0] > read[1] > read[2] >= 0
     assert not on_disk or loads[0] < loads[1] < loads[2]
-    assert rest.recall_hits > 0 and rest.recall_guesses == 0
+    assert rest.recall_hits > 0 and rest.recall_prefetches == 0
 
 
 @in_host_memory

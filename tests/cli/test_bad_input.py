@@ -285,7 +285,7 @@ def test_unknown_model_without_network(here, capfd, monkeypatch, local):
     (("--config", "~no-user/a.yaml"), "cannot read --config ~no-user/a.yaml: No such file"),
 ])
 def test_paths_that_cannot_be_looked_at(model, here, capfd, argv, words):
-    """A name that is too long stands for what lies in a folder that may not be entered: root may
+    """A name that is too long replaces a path in a folder without permission: root may
     enter all. A user may have no home folder."""
     shutil.copy(Path(__file__).parents[2] / "configs" / "hardware" / "t4.yaml", here)
     given = [*SHORT, "--no-log", "--model", "model", *argv]

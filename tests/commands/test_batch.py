@@ -237,7 +237,7 @@ def test_failed_requests_do_not_stop_the_job(runs):
     before = runs.output.read_bytes(), errors.read_bytes()
     assert "9 of 9" in runs("--errors", str(errors))
     assert (runs.output.read_bytes(), errors.read_bytes()) == before
-    # A failure that stands in both files, tried again without --errors, is one.
+    # A failure in both files that is retried without --errors counts once.
     runs()
     assert "9 of 9 requests answered, 7 of them failed" in runs("--errors", str(errors))
     runs("--overwrite")
@@ -326,7 +326,7 @@ def test_memory_does_not_grow_with_the_number_of_requests(tmp_path, monkeypatch)
 
 
 class SmallLLM(InstantLLM):
-    """An engine with memory for so many tokens: a call is refused, or fails at its second block."""
+    """An engine of limited memory: a call is refused, or fails at its second block."""
 
     def __init__(self, room: int):
         super().__init__()
@@ -462,7 +462,7 @@ def test_a_planned_job_runs(runs):
 
 @pytest.fixture
 def after_blocks(monkeypatch) -> Callable[[int, Callable[[], object]], None]:
-    """A function that calls another once so many blocks have been written."""
+    """Return a function that calls another after a number of written blocks."""
     def watch(count: int, call: Callable[[], object]) -> None:
         add, blocks = JobProgress.add, []
 

@@ -85,7 +85,7 @@ def test_tokens_of_transformers_for_every_policy(tiny_model, wanted, tmp_path, k
         assert stats.expert_touches >= away
         in_place = (None, HOST) if stats.device == "cpu" else (None,)
         assert (away > 0) == (experts not in in_place), "in its memory they are used where they are"
-        assert overlap or stats.expert_guesses == 0
+        assert overlap or stats.expert_prefetches == 0
 
 
 @pytest.mark.parametrize(("device", "key", "place"), [
@@ -195,7 +195,7 @@ def test_stacked_experts_are_read_singly(tiny_model, wanted, tmp_path, key):
 
 
 def test_experts_are_computed_in_order_of_arrival(tiny_model, wanted, tmp_path, monkeypatch):
-    """The first expert that is asked for comes only once another one has been computed."""
+    """The first requested expert arrives only after another one has been computed."""
     prompts, expected = wanted("mixtral")
     with LLM(str(tiny_model("mixtral").folder), dtype="float32", offload_dir=tmp_path,
              policy=Policy(experts=DISK, expert_slots=14, gpu_batch_size=5)) as llm:
@@ -206,7 +206,7 @@ def test_experts_are_computed_in_order_of_arrival(tiny_model, wanted, tmp_path, 
 
 
 def test_slots_keep_experts_across_calls(tiny_model, wanted, tmp_path):
-    """With slots for all, each expert comes once, across calls; guesses change no token."""
+    """With slots for all, each expert comes once, across calls; prefetches change no token."""
     prompts, expected = wanted("qwen3_moe")
     policy = Policy(experts=DISK, expert_slots=33, gpu_batch_size=5)
     with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32", policy=policy,
@@ -214,17 +214,17 @@ def test_slots_keep_experts_across_calls(tiny_model, wanted, tmp_path):
         outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
         once = llm.stats
         assert [out.token_ids for out in outputs] == expected
-        assert once.expert_loads + once.expert_guesses <= 33
+        assert once.expert_loads + once.expert_prefetches <= 33
         assert once.expert_hits + once.expert_loads == once.expert_touches
         assert once.expert_hit_rate > 0.5
         llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
         assert llm.stats.expert_bytes <= once.expert_bytes
-        assert llm.stats.expert_loads + once.expert_loads + once.expert_guesses <= 33
+        assert llm.stats.expert_loads + once.expert_loads + once.expert_prefetches <= 33
     alone, stats = run(tiny_model("qwen3_moe").folder, prompts[:1], experts=DISK, expert_slots=12,
                        gpu_batch_size=1, offload_dir=tmp_path)
     assert alone == expected[:1]
-    assert stats.expert_guesses > 0
-    assert 0 < stats.expert_guess_hits <= stats.expert_guesses
+    assert stats.expert_prefetches > 0
+    assert 0 < stats.expert_prefetch_hits <= stats.expert_prefetches
 
 
 def test_slots_are_filled_by_counts_of_earlier_runs(tiny_model, wanted, tmp_path, monkeypatch):

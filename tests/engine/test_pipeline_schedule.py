@@ -1,7 +1,7 @@
 """The steps of a pipeline's ranks, carried out together: no deadlock, all in order, and no idling.
 
-Messages are as bad as they may be: a send is over when its receive has been asked for, and only so
-many of them may be under way.
+Messages behave as badly as MPI allows: a send ends when its receive has been posted, and the number
+of messages in flight is limited.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Simulation:
         elif step.kind is Kind.SEND_HIDDEN:
             oldest = len(self.sent[out]) - self.window
             if oldest >= 0 and oldest >= len(self.asked[out]):
-                return False  # so many are under way already
+                return False  # the limit of messages in flight
             if oldest >= 0:
                 self.clocks[rank] = max(self.clocks[rank], self.asked[out][oldest][1])
             self.sent[out].append((what, self.clocks[rank]))

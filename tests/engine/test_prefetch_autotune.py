@@ -8,7 +8,7 @@ from flexgen_h2o.engine.decoder import TRIAL_STEPS, PrefetchAutotune
 
 
 def prefetching_steps(prefetched: float, without: float, *, steps: int, first: float) -> list[bool]:
-    """Which of a block's steps prefetch, if steps take so many seconds."""
+    """Return which steps of a block prefetch, given the seconds of each step."""
     autotune, enabled = PrefetchAutotune(), []
     for step in range(steps):
         enabled.append(autotune.enabled)

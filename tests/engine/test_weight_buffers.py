@@ -16,7 +16,7 @@ PLACEMENTS = [(100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30)]
 
 
 def moved(source, target, remainder):
-    """A checkpoint whose tensors begin at a multiple of 64 bytes and so many more."""
+    """A checkpoint whose tensors begin at an offset from a multiple of 64 bytes."""
     data = source.read_bytes()
     size = struct.unpack("<Q", data[:8])[0]
     header = data[8 : 8 + size].rstrip()

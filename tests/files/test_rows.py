@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_written_is_told_and_stays(tmp_path):
 
 @contextmanager
 def most_bytes_of_a_file(count):
-    """Have writes end after so many bytes of a file, as on a disk that gets full."""
+    """Make writes stop at a file size, as on a disk that gets full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
     try:

@@ -36,7 +36,7 @@ def machine(compute: ComputeRates = FREE, *, gpu: bool = True,
 
 
 def roofline(tflops: float, bandwidth: float, **figures: object) -> ComputeRates:
-    """ComputeRates that reads weights at so many GB/s and has so many TFLOP/s."""
+    """Return `ComputeRates` with a memory bandwidth in GB/s and a peak in TFLOP/s."""
     linear = {bits: {rows: max(bits / 8 / bandwidth, 2e-3 * rows / tflops)
                      for rows in (1, 4, 16, 64, 256, 2048)} for bits in BITS}
     return ComputeRates(**{

@@ -15,7 +15,6 @@ import pytest
 from helpers.error_cases import command_refused, refused
 from helpers.programs import ROOT
 from helpers.read_back import read_jsonl
-from helpers.selection import full
 from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, SamplingParams
@@ -106,7 +105,8 @@ def replicas() -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("count", [1, *full(2)])
+@pytest.mark.full
+@pytest.mark.parametrize("count", [1, 2])
 def test_results_after_a_replica_was_killed(
         cluster, words, tmp_path, monkeypatch, capsys, count):
     """The same as those of one process without Ray, of which the job continues some."""

@@ -26,7 +26,7 @@ SHAPES = [(1, 1, 64), (16, 64, 64), (33, 200, 64), (50, 576, 64), (32, 130, 32),
           (40, 96, 16), (7, 72, 24)]
 
 
-COMPACT = 4.5  # stands for 4 bits with compact scales
+COMPACT = 4.5  # 4 bits with compact scales
 
 
 def layout_of(size, bits, group):

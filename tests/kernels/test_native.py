@@ -491,6 +491,6 @@ def test_changed_struct_or_limit_changes_the_fingerprint(tmp_path, file, old, ne
 
 @BUILT
 def test_library_loads_while_sysconfig_is_being_read(reloaded, monkeypatch):
-    monkeypatch.setattr(sysconfig, "_CONFIG_VARS", {})  # as it is in the middle of that
+    monkeypatch.setattr(sysconfig, "_CONFIG_VARS", {})  # its value during that call
     reloaded()
     assert cpu_library.missing() is None

@@ -168,7 +168,7 @@ def test_linear_options(monkeypatch, rows, dtype, bias, add):
 
 @pytest.mark.parametrize("dtype", [torch.float16, *full(torch.float32)])
 def test_linear_of_many_rows(dtype):
-    """bfloat16 of PyTorch on a host with AMX would read the poison that stands behind a row."""
+    """bfloat16 of PyTorch on a host with AMX would read the poison behind a row."""
     check_linear(64, (70, 129), (4, 64), bias=True, dtype=dtype)
     check_linear(65, (70, 129), (6, 32), bias=True, dtype=dtype)
 

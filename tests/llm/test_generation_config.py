@@ -16,7 +16,7 @@ from flexgen_h2o.commands import generate
 
 NEW = 12
 PROMPTS = [[5, 6, 7, 5, 6, 9], [11, 12, 11]]
-# What each takes from the greedy text without it is asked for by these.
+# Each of these changes the greedy text.
 PARAMETERS = ["repetition_penalty", "no_repeat_ngram_size", "suppress_tokens",
               "begin_suppress_tokens", "bad_words_ids", "min_new_tokens", "min_length"]
 

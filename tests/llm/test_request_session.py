@@ -101,7 +101,7 @@ def test_tokens_are_counted_as_they_come(tiny_model):
 
 
 def test_higher_priority_goes_before_a_full_block(tiny_model):
-    """The sequence that made room for it starts anew, and reports each token once."""
+    """The sequence that made room for it is recomputed, and reports each token once."""
     folder = str(tiny_model("llama").folder)
     policy = Policy(gpu_batch_size=2)
     with (LLM(folder, dtype="float32", policy=policy) as llm,

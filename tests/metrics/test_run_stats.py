@@ -157,7 +157,7 @@ def test_links_add_up_from_many_threads():
 
 def test_experts_in_the_row(tmp_path):
     assert make_stats().expert_hit_rate is None
-    one = make_stats(expert_touches=9, expert_hits=2, expert_loads=6, expert_guesses=1,
+    one = make_stats(expert_touches=9, expert_hits=2, expert_loads=6, expert_prefetches=1,
                      expert_bytes=4 * 10**9)
     both = one.merge(one)
     assert both.expert_hit_rate == 0.25 and both.expert_bytes == 8 * 10**9

@@ -1,6 +1,6 @@
 """Checkpoints made to do harm: one line, status 2, bounded memory, and nothing outside is touched.
 
-What damage alone does to them stands in test_checkpoint.py, test_sources.py and cli/test_bad_input.
+Damaged files without intent are in test_checkpoint.py, test_sources.py and cli/test_bad_input.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def test_null_soft_caps():
 @pytest.mark.parametrize("model_type, keys", [
     ("qwen2", ["num_key_value_heads"]), ("seed_oss", ["num_key_value_heads", "head_dim"])])
 def test_null_head_sizes(model_type, keys):
-    """They come from the other sizes, whatever a missing key stands for."""
+    """They come from the other sizes, whatever the default of a missing key is."""
     from transformers import AutoConfig
 
     given = {"model_type": model_type, "hidden_size": 96, "num_attention_heads": 6,

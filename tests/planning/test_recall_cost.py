@@ -121,7 +121,7 @@ def test_a_disk_reads_as_much_as_was_measured(path, prompt_len, bound):
     for row in rows(path):
         if row["prompt_len"] != prompt_len or row["cache"] == "full":
             continue
-        if row["overlap"] == "True":  # then some steps have guesses
+        if row["overlap"] == "True":  # then some steps have prefetches
             continue
         steps = int(row["gen_len"]) - 1
         cached = int(row["prompt_len"])

@@ -54,7 +54,7 @@ class Engine:
             self.wait_for_all(drop_errors=number % 2 == 1)
         else:
             # As in the engine: a load is used before the key is loaded again or stored, and what is
-            # stored is loaded before it is made anew.
+            # stored is loaded before it is created again.
             loadable, held = KEYS - self.unread, self.live.keys()
             fit = {"store": held - self.unread, "release": held, "compute": held,
                    "take": {key for key in loadable if not self.stores[key].busy}

@@ -232,8 +232,8 @@ def memory() -> MemoryFacts:
 
     from flexgen_h2o.storage.free_memory import cgroup_free, cgroup_limit
 
-    found = psutil.virtual_memory()
-    return MemoryFacts(found.total, found.available, cgroup_limit(), cgroup_free())
+    memory = psutil.virtual_memory()
+    return MemoryFacts(memory.total, memory.available, cgroup_limit(), cgroup_free())
 
 
 @dataclass(frozen=True)
