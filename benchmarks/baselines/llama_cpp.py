@@ -323,7 +323,7 @@ def gguf_config(folder: Path) -> ModelConfig:
                         "Qwen3-MoE only, without biases and windows, rotated plainly or as LLaMA 3")
     if config.dense_layers:
         raise UserError(f"{folder.name}: llama.cpp has no mixtures with dense layers between")
-    if config.experts is not None and not config.experts.normalize:
+    if config.experts is not None and not config.experts.router.normalize:
         raise UserError(f"{folder.name}: llama.cpp lets the shares of a token's experts sum up to 1"
                         " in every Qwen3-MoE: norm_topk_prob = False cannot be said")
     return config

@@ -71,6 +71,60 @@ ExpertKey = tuple[int, int]
 """(decoder layer, number of the expert)."""
 
 
+SCORINGS = ("softmax", "sigmoid", "sparsemixer")
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a token's experts are chosen: see `kernels.reference.layers.route`.
+
+    Attributes
+    ----------
+    scoring : str
+        One of `SCORINGS`: the function from a router's logits to scores. "sparsemixer" (arXiv
+        2409.12136) chooses one expert after the other; it has no use for the other options.
+    normalize : bool
+        Divide the scores of a token's experts by their sum.
+    min_sum : float
+        Lower limit of that sum.
+    scale : float
+        Factor of the weights.
+    groups, groups_per_token : int
+        Experts are in `groups` groups of equal size. Those of a token are in its
+        `groups_per_token` best groups (arXiv 2412.19437, section 2.1.2).
+    group_experts : int
+        The best experts of a group whose scores are summed to rank the group.
+    jitter : float
+        "sparsemixer": experts compete if their logits differ by less than twice this share.
+
+    Raises
+    ------
+    UserError
+        A value out of range.
+    """
+
+    scoring: str = "softmax"
+    normalize: bool = True
+    min_sum: float = 1e-20
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    group_experts: int = 2
+    jitter: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.scoring not in SCORINGS:
+            raise UserError(f"a router's scoring must be one of {', '.join(SCORINGS)}, got "
+                            f"{self.scoring!r}")
+        check_int("the groups of experts", self.groups, ge=1)
+        check_int("the groups of experts per token", self.groups_per_token, ge=1, le=self.groups)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it takes the experts with the largest logits, and their softmax as weights."""
+        return self.scoring == "softmax" and self.groups == 1 and self.scale == 1.0
+
+
 @dataclass(frozen=True)
 class ExpertsConfig:
     """The mixture of experts that is the MLP of decoder layers (arXiv 1701.06538).
@@ -83,10 +137,10 @@ class ExpertsConfig:
         Experts that a token is routed to.
     ffn_size : int
         Intermediate size of an expert.
-    normalize : bool
-        Normalize the weights of a token's experts to a sum of 1.
+    router : RouterConfig
     shared_ffn_size : int
-        Intermediate size of the shared expert, which has its own gate; 0: there is none.
+        Intermediate size of the shared expert; 0: there is none. Several are one of their total
+        size.
     gate_slope, gate_limit : float
         gpt-oss: the activation is ``x * sigmoid(gate_slope * x)`` with x clamped to `gate_limit`.
     """
@@ -94,7 +148,7 @@ class ExpertsConfig:
     count: int
     per_token: int
     ffn_size: int
-    normalize: bool = True
+    router: RouterConfig = RouterConfig()
     shared_ffn_size: int = 0
     gate_slope: float = 1.0
     gate_limit: float = 0.0

@@ -33,7 +33,8 @@ from flexgen_h2o.storage.transfer import D2H, EXPERTS, H2D, Handle, Lane, Transf
 PREFETCH_ROWS = 64
 """Prefetch experts only for blocks of at most this many rows: more rows choose nearly all."""
 
-ROUTING = frozenset({"router_norm", "router", "router_bias"})
+ROUTING = frozenset({"router_norm", "router_norm_bias", "router", "router_bias",
+                     "router_correction"})
 """Local names of the weights that route rows to experts."""
 
 
@@ -320,7 +321,7 @@ class ExpertLayers:
                 rows = slice(first + start, min(first + start + ROW_BLOCK, place.stop))
                 self._sums[rows] += self._family.shared(
                     self._config, w, self._inputs[rows], self._operations)
-        x.add_(self._sums[place])
+        x.add_(self._sums[place], alpha=self._config.residual_scale)
 
     def _compute(self) -> None:
         """Sum the outputs of all chosen experts, in the order in which experts are ready."""

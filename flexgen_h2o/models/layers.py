@@ -18,11 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexgen_h2o.config.layers import RouterConfig
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import experts as native_experts
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.matrix import Matrix, QuantizedMatrix, ShardedMatrix
+from flexgen_h2o.kernels.reference import layers as reference_layers
 from flexgen_h2o.kernels.torch_ops import chunk_rows
 
 
@@ -94,19 +96,16 @@ class Operations(Scratch):
         """Call `activate_`."""
         return activate_(x, name, factor)
 
-    def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None, *,
-              per_token: int, normalize: bool) -> tuple[Tensor, Tensor]:
-        """Return ids and routing weights of the experts: see `kernels.cpu.experts.route`."""
-        native_route = x.is_cpu and x.dtype == torch.bfloat16 and not ops.uses_reference("cpu")
-        if native_route:
-            return native_experts.route(x, router, bias, per_token=per_token, normalize=normalize)
-        logits = x.float() @ router.float().t()
-        if bias is not None:
-            logits += bias.float()
-        routing_weights, ids = logits.softmax(-1).topk(per_token, dim=-1)
-        if normalize:
-            routing_weights /= routing_weights.sum(-1, keepdim=True)
-        return ids, routing_weights
+    def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None,
+              correction: Tensor | None = None, *, per_token: int, config: RouterConfig
+              ) -> tuple[Tensor, Tensor]:
+        """Return ids and routing weights of the experts: see `kernels.reference.layers.route`."""
+        plain = config.is_plain and correction is None and router.dtype == x.dtype
+        if plain and x.is_cpu and x.dtype == torch.bfloat16 and not ops.uses_reference("cpu"):
+            return native_experts.route(x, router, bias, per_token=per_token,
+                                        normalize=config.normalize)
+        return reference_layers.route(x, router, bias, correction, per_token=per_token,
+                                      config=config)
 
 
 class CapturingOperations(Operations):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from flexgen_h2o.config.layers import ExpertsConfig
+from msgspec import Meta
+
+from flexgen_h2o.config.layers import ExpertsConfig, RouterConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.decoder import Decoder, attention_specs, mlp_specs, norm_specs
+from flexgen_h2o.models.decoder import Decoder, attention_specs, mlp_specs, norm, norm_specs
 from flexgen_h2o.models.fields import Fields, first
 from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 MATRICES = ("gate", "up", "down")
 """Short names of an expert's matrices, in the order of their use."""
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of the number of experts; transformers 5 saves the first two under either name."""
 _MAX_EXPERTS = 1 << 16  # each has a place in tables; the largest of published models have 24,000
 
 
@@ -36,11 +40,29 @@ class MixtureDecoder(Decoder):
     ----------
     block : str
         Name of a layer's mixture in checkpoints.
+    router, correction : str
+        Names in it of the router, and of the correction of scores if there is one.
+    shared_expert : str
+        Name of a layer's shared expert in checkpoints.
+    gated_shared : bool
+        Whether the shared expert's output is multiplied by the sigmoid of its own gate.
+    stacks : tuple of (str, str)
+        Names in a layer of the tensors that have gate and up, and down, of all experts; in memory
+        transformers 5 has the first pair.
+    renames : tuple of (str, str)
+        Pairs (in checkpoints, in memory) of parts of names that transformers 5 changes.
     expert_names : mapping of str to str
         Names of an expert's matrices in checkpoints, by short name.
     """
 
     block = "mlp"
+    router = "gate"
+    correction = ""
+    shared_expert = "mlp.shared_expert"
+    gated_shared = True
+    stacks: tuple[tuple[str, str], ...] = (
+        ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
+    renames: tuple[tuple[str, str], ...] = ()
     expert_names: Mapping[str, str] = {name: f"{name}_proj" for name in MATRICES}
 
     def weights(self, cfg: ModelConfig) -> ModelWeights:
@@ -62,20 +84,44 @@ class MixtureDecoder(Decoder):
                 for name in MATRICES}
 
     def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
-        hidden, experts = cfg.hidden_size, cfg.experts
-        specs = {**norm_specs("ln1", f"{prefix}input_layernorm", hidden),
+        specs = {**norm_specs("ln1", f"{prefix}input_layernorm", cfg.hidden_size, self.norm_bias),
                  **attention_specs(cfg, prefix), **self.qk_norm_specs(cfg, prefix)}
-        post = f"{prefix}post_attention_layernorm"
         if not cfg.has_experts(int(prefix.split(".")[2])):
-            return specs | norm_specs("ln2", post, hidden) | mlp_specs(cfg, prefix)
-        block = f"{prefix}{self.block}."
-        specs |= norm_specs("router_norm", post, hidden)
-        specs["router"] = TensorSpec(f"{block}gate.weight", (experts.count, hidden))
-        if experts.shared_ffn_size:
-            specs["shared_router"] = TensorSpec(f"{block}shared_expert_gate.weight", (1, hidden))
-            shared = self._gated_specs(f"{block}shared_expert.", experts.shared_ffn_size, hidden)
-            specs |= {f"shared_{name}": spec for name, spec in shared.items()}
+            ln2 = norm_specs("ln2", f"{prefix}post_attention_layernorm", cfg.hidden_size,
+                             self.norm_bias)
+            return specs | ln2 | mlp_specs(cfg, prefix)
+        return specs | self.router_specs(cfg, prefix) | self.shared_specs(cfg, prefix)
+
+    def router_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        """Return the norm before the experts of a layer, and its router.
+
+        A router with a correction is in float32 whatever the run's dtype, as in transformers.
+        """
+        count, block = cfg.experts.count, f"{prefix}{self.block}."
+        specs = norm_specs("router_norm", f"{prefix}post_attention_layernorm", cfg.hidden_size,
+                           self.norm_bias)
+        specs["router"] = TensorSpec(f"{block}{self.router}.weight", (count, cfg.hidden_size),
+                                     float32=bool(self.correction))
+        if self.correction:
+            specs["router_correction"] = TensorSpec(f"{block}{self.correction}", (count,),
+                                                    float32=True)
         return specs
+
+    def shared_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        """Return the shared expert of a layer; none unless the model has one."""
+        hidden, name = cfg.hidden_size, f"{prefix}{self.shared_expert}"
+        if not cfg.experts.shared_ffn_size:
+            return {}
+        gate = {"router": TensorSpec(f"{name}_gate.weight", (1, hidden))}
+        specs = (gate if self.gated_shared else {}) | self._gated_specs(
+            f"{name}.", cfg.experts.shared_ffn_size, hidden)
+        return {f"shared_{short}": spec for short, spec in specs.items()}
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        other = name
+        for saved, loaded in self.renames:
+            other = other.replace(saved, loaded)
+        return tuple(dict.fromkeys((*super().aliases(name), *super().aliases(other))))
 
     def views(self, cfg: ModelConfig) -> dict[str, Sequence[View]]:
         """Return the place of each expert's matrices in checkpoints that stack those of a layer."""
@@ -83,14 +129,14 @@ class MixtureDecoder(Decoder):
 
         views: dict[str, Sequence[View]] = {}
         for layer, experts in enumerate(cfg.weights.experts):
-            stacks = [f"{start}layers.{layer}.mlp.experts." for start in ("model.", "")]
+            starts = [f"{start}layers.{layer}." for start in ("model.", "")]
             for number, specs in enumerate(experts):
                 ffn = specs["gate"].shape[0]
-                for short, tensor, rows in (("gate", "gate_up_proj", range(ffn)),
-                                            ("up", "gate_up_proj", range(ffn, 2 * ffn)),
-                                            ("down", "down_proj", None)):
+                for short, tensor, rows in (("gate", 0, range(ffn)), ("up", 0, range(ffn, 2 * ffn)),
+                                            ("down", 1, None)):
                     views[specs[short].name] = tuple(
-                        View(stack + tensor, entry=number, rows=rows) for stack in stacks)
+                        View(start + stack[tensor], entry=number, rows=rows)
+                        for stack in self.stacks for start in starts)
         return views
 
     def route(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, ops: Operations, *,
@@ -100,8 +146,8 @@ class MixtureDecoder(Decoder):
         Parameters
         ----------
         w : mapping
-            With ``router_norm`` [hidden], ``router`` [experts, hidden] and maybe ``router_bias``
-            [experts].
+            With ``router_norm`` [hidden], ``router`` [experts, hidden] and maybe
+            ``router_norm_bias`` [hidden], ``router_bias`` and ``router_correction`` [experts].
         x : Tensor [rows, hidden]
         out : Tensor [rows, hidden]
             Receives the norm of x, which is the input of the experts.
@@ -112,9 +158,9 @@ class MixtureDecoder(Decoder):
         routing_weights : float32 Tensor [rows, per_token]
             The weight of each expert's output.
         """
-        ops.rms_norm(x, w["router_norm"], eps=cfg.norm_eps, out=out)
-        return ops.route(out, w["router"], w.get("router_bias"), per_token=cfg.experts.per_token,
-                         normalize=cfg.experts.normalize)
+        norm(cfg, w, "router_norm", x, ops, out=out)
+        return ops.route(out, w["router"], w.get("router_bias"), w.get("router_correction"),
+                         per_token=cfg.experts.per_token, config=cfg.experts.router)
 
     def expert(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
                ops: Operations) -> Tensor:
@@ -123,44 +169,66 @@ class MixtureDecoder(Decoder):
 
     def shared(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
                ops: Operations) -> Tensor:
-        """Return the shared expert's output times its gate's sigmoid, float32 [rows, hidden]."""
+        """Return the shared expert's output, times its gate's sigmoid if it has one.
+
+        Returns
+        -------
+        Tensor [rows, hidden]
+            In float32 with a gate, otherwise in x's dtype.
+        """
         out = _gated(cfg, [w[f"shared_{name}"] for name in MATRICES], x, ops)
+        if "shared_router" not in w:
+            return out
         return (x.float() @ w["shared_router"].float().t()).sigmoid() * out
 
 
-def read_experts(f: Fields, *, width: str = "moe_intermediate_size", normalize: bool | None = None,
-                 shared: str | None = None) -> ExpertsConfig:
+def read_experts(f: Fields, *, width: str = "moe_intermediate_size",
+                 per_token: str = "num_experts_per_tok", router: RouterConfig | None = None,
+                 shared_ffn_size: int = 0) -> ExpertsConfig:
     """Return the experts that a config.json describes.
 
     Parameters
     ----------
-    width : str
-        The key of an expert's width.
-    normalize : bool, optional
-        Whether the weights of a token's experts are divided by their sum. None: norm_topk_prob.
-    shared : str, optional
-        The key of the width of the shared expert, if there is one.
+    width, per_token : str
+        The keys of an expert's width and of the experts per token.
+    router : RouterConfig, optional
+        None: softmax scores, normalized by norm_topk_prob.
+    shared_ffn_size : int
+        Width of the shared expert; 0: there is none.
 
     Raises
     ------
     UserError
         There are too many experts, or fewer than a token is routed to.
     """
-    # transformers 5 saves either under the other's name.
-    keys = [key for key in ("num_experts", "num_local_experts") if f.values.get(key)]
-    count = first(*keys, *(key for key in ("num_experts", "num_local_experts") if f.raw(key)))
-    experts = ExpertsConfig(
-        f.count(count or "num_experts"), f.count("num_experts_per_tok"), f.count(width),
-        normalize=f.flag("norm_topk_prob") if normalize is None else normalize,
-        shared_ffn_size=f.count(shared) if shared else 0)
+    keys = [key for key in COUNTS if f.values.get(key)]
+    count = f.count(first(*keys, *(key for key in COUNTS if f.raw(key))) or COUNTS[0])
+    if router is None:
+        router = RouterConfig(normalize=f.flag("norm_topk_prob"))
+    experts = ExpertsConfig(count, f.count(per_token), f.count(width), router, shared_ffn_size)
     total = experts.count * f.count("num_hidden_layers")
     if total > _MAX_EXPERTS:
         raise UserError(f"{f.name}: {total} experts in all layers are more than the "
                         f"{_MAX_EXPERTS} that are supported; is config.json damaged?")
-    if experts.per_token > experts.count:
-        raise UserError(f"{f.name}: config value num_experts_per_tok must be at most the "
-                        f"{experts.count} experts, got {experts.per_token}")
+    groups = router.groups
+    if count % groups or experts.per_token > count // groups * router.groups_per_token:
+        of_groups = f" of {router.groups_per_token} of {groups} equal groups" if groups > 1 else ""
+        raise UserError(f"{f.name}: config value {per_token} must be at most the {count} experts"
+                        f"{of_groups}, got {experts.per_token}")
     return experts
+
+
+def read_grouped_router(f: Fields) -> RouterConfig:
+    """Return the router of DeepSeek V3 (arXiv 2412.19437, section 2.1.2) and its relatives."""
+    return RouterConfig("sigmoid", normalize=f.flag("norm_topk_prob"),
+                        scale=f.number("routed_scaling_factor"), groups=f.count("n_group"),
+                        groups_per_token=f.count("topk_group"))
+
+
+def read_leading_dense(f: Fields) -> tuple[bool, ...]:
+    """Return, for each layer, whether it has an MLP: the first first_k_dense_replace have."""
+    dense = f.value(Annotated[int, Meta(ge=0)], "first_k_dense_replace")
+    return tuple(layer < dense for layer in range(f.count("num_hidden_layers"))) if dense else ()
 
 
 def read_dense_layers(f: Fields) -> tuple[bool, ...]:

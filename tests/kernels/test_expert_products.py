@@ -7,6 +7,7 @@ from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_h2o.config.layers import RouterConfig
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import abi, ops
 from flexgen_h2o.kernels.cpu import experts as native_experts
@@ -98,7 +99,7 @@ def test_routing_equals_the_reference(way, normalize):
                 ids, shares = native_experts.route(x, router, added, per_token=each,
                                                    normalize=normalize)
             wanted, parts = reference_layers.route(x, router, added, per_token=each,
-                                                   normalize=normalize)
+                                                   config=RouterConfig(normalize=normalize))
             assert torch.equal(ids, wanted)
             torch.testing.assert_close(shares, parts, rtol=1e-4, atol=1e-6)
 

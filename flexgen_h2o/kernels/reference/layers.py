@@ -82,10 +82,11 @@ def activate(x, function, factor=None):
     x.copy_(result if factor is None else result * factor.float())
 
 
-def route(x, router, bias=None, *, per_token, normalize):
-    """Return the experts of each row by descending logit, and their weights, in float32.
+def route(x, router, bias=None, correction=None, *, per_token, config):
+    """Return the experts of each row and their weights, in float32.
 
-    Ties are broken in favor of the expert with the lower number.
+    The experts with the highest scores are chosen, best first. Ties are broken in favor of the
+    expert with the lower number.
 
     Parameters
     ----------
@@ -94,10 +95,11 @@ def route(x, router, bias=None, *, per_token, normalize):
     router : Tensor [experts, hidden]
     bias : Tensor [experts], optional
         Added to the logits.
+    correction : Tensor [experts] or [1, experts], optional
+        Added to the scores for the choice alone (arXiv 2408.15664).
     per_token : int
         Experts per row.
-    normalize : bool
-        Normalize the weights over the selected experts; otherwise over all experts.
+    config : RouterConfig
 
     Returns
     -------
@@ -105,11 +107,46 @@ def route(x, router, bias=None, *, per_token, normalize):
     routing_weights : float32 Tensor [rows, per_token]
     """
     logits = x.float() @ router.float().t() + (0 if bias is None else bias.float())
-    ids = logits.argsort(dim=-1, descending=True, stable=True)[:, :per_token]
-    routing_weights = logits.softmax(-1).gather(-1, ids)
-    if normalize:
-        routing_weights /= routing_weights.sum(-1, keepdim=True)
-    return ids, routing_weights
+    if config.scoring == "sparsemixer":
+        return _sparsemixer(logits, per_token, config.jitter)
+    scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(-1)
+    # Softmax rounds some different logits to equal scores.
+    choice = logits if config.is_plain and correction is None else scores
+    if correction is not None:
+        choice = scores + correction.float()
+    if config.groups > 1:
+        choice = _best_groups(choice, config)
+    ids = choice.argsort(dim=-1, descending=True, stable=True)[:, :per_token]
+    routing_weights = scores.gather(-1, ids)
+    if config.normalize:
+        routing_weights /= routing_weights.sum(-1, keepdim=True).clamp(min=config.min_sum)
+    return ids, routing_weights.mul_(config.scale)
+
+
+def _best_groups(choice, config):
+    """Return scores [rows, experts] with -inf outside of each row's best groups."""
+    grouped = choice.unflatten(-1, (config.groups, -1))
+    best = grouped.topk(min(config.group_experts, grouped.shape[-1]), dim=-1)[0].sum(-1)
+    ranks = best.argsort(dim=-1, descending=True, stable=True)
+    outside = torch.ones_like(best, dtype=torch.bool)
+    outside.scatter_(-1, ranks[:, : config.groups_per_token], False)
+    return grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+
+
+def _sparsemixer(logits, per_token, jitter):
+    """Return the experts of arXiv 2409.12136 at inference.
+
+    An expert's weight is its softmax among the remaining experts whose logits are near its own.
+    """
+    left, ids, routing_weights = logits.clone(), [], []
+    for _ in range(per_token):
+        largest, chosen = left.max(-1, keepdim=True)
+        far = (largest - logits) / logits.abs().clamp(min=largest) > 2 * jitter
+        weights = left.masked_fill(far, -torch.inf).softmax(-1)
+        ids.append(chosen)
+        routing_weights.append(weights.gather(-1, chosen))
+        left = left.scatter(-1, chosen, -torch.inf)
+    return torch.cat(ids, -1), torch.cat(routing_weights, -1)
 
 
 def experts(x, ids, routing_weights, table, sums, *, function, max_rows):

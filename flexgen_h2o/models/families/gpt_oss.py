@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from flexgen_h2o.config.layers import RouterConfig
 from flexgen_h2o.models.decoder import attention_specs, linear_specs, norm_specs
 from flexgen_h2o.models.fields import Fields, first
 from flexgen_h2o.models.mixture import MixtureDecoder, read_experts
@@ -45,7 +46,7 @@ class GptOss(MixtureDecoder):
             attention_bias=bias,
             out_bias=bias,
             attention=f.attention_variants(local, sinks=True),
-            experts=replace(read_experts(f, width="intermediate_size", normalize=True),
+            experts=replace(read_experts(f, width="intermediate_size", router=RouterConfig()),
                             gate_slope=f.number("swiglu_alpha"),
                             gate_limit=f.number("swiglu_limit")),
         )

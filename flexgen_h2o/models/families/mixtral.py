@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexgen_h2o.config.layers import RouterConfig
 from flexgen_h2o.models.fields import Fields
 from flexgen_h2o.models.mixture import MixtureDecoder, read_experts
 from flexgen_h2o.models.model_config import ModelConfig
@@ -19,6 +20,7 @@ class Mixtral(MixtureDecoder):
         },
     }
     block = "block_sparse_moe"
+    renames = ((".block_sparse_moe.", ".mlp."),)
     expert_names = {"gate": "w1", "up": "w3", "down": "w2"}
 
     def read(self, f: Fields) -> ModelConfig:
@@ -26,12 +28,8 @@ class Mixtral(MixtureDecoder):
         return ModelConfig(
             **common,
             attention=f.attention_variants((True,) * common["num_layers"]),
-            experts=read_experts(f, width="intermediate_size", normalize=True),
+            experts=read_experts(f, width="intermediate_size", router=RouterConfig()),
         )
-
-    def aliases(self, name: str) -> tuple[str, ...]:
-        other = name.replace(".block_sparse_moe.", ".mlp.")  # transformers 5, in memory
-        return tuple(dict.fromkeys((*super().aliases(name), *super().aliases(other))))
 
 
 FAMILY = Mixtral()

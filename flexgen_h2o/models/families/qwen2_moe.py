@@ -30,7 +30,7 @@ class Qwen2Moe(MixtureDecoder):
             **common,
             attention_bias=f.flag("qkv_bias"),
             attention=f.attention_variants(local) if windows else (),
-            experts=read_experts(f, shared="shared_expert_intermediate_size"),
+            experts=read_experts(f, shared_ffn_size=f.count("shared_expert_intermediate_size")),
             dense_layers=read_dense_layers(f),
         )
 
