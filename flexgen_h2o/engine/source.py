@@ -58,6 +58,9 @@ _log = logging.getLogger(__name__)
 ByteProgress = Callable[[int, int], None]
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _COMPARED = 1 << 20  # elements of two tensors at a time
+SMALL_SHARE = 0.01
+"""Tensors of this share of a model's bytes are converted for each run instead of kept as a copy."""
+
 MIN_KEPT_SECONDS = 1.0
 """Constants that are measured in less time are not kept in the weight cache."""
 
@@ -116,7 +119,8 @@ class ModelSource:
         options = weight_options(self.codes, self.bits, self.config, self.quantization,
                                  on_gpu=self.on_gpu)
         options = replace(options, activation_bits=self.activation_bits)
-        return WeightFormat(self.dtype, options, frozenset(self.config.exact_shapes))
+        float32 = frozenset(name for name, spec in _specs(self.weights).items() if spec.float32)
+        return WeightFormat(self.dtype, options, frozenset(self.config.exact_shapes), float32)
 
     def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
         """Return True if no file has the weights in `form`, so that the disk tier writes them."""
@@ -144,8 +148,8 @@ class ModelSource:
              progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:
         """Open the checkpoint in `form`, and return it with its name for each canonical name.
 
-        Weights on disk are read from the checkpoint's bytes at every step. If their dtype differs,
-        a converted copy is made once. Quantized weights come from the weight cache. The quantized
+        Weights on disk are read from the checkpoint's bytes at every step. If the dtype of more than
+        `SMALL_SHARE` of them differs, a converted copy is made once. Quantized weights come from the weight cache. The quantized
         values of a GGUF file are repacked in a second, so they come from the file unless they are
         on disk.
 
@@ -184,14 +188,14 @@ class ModelSource:
             return checkpoint, {name: name for name in specs}
         if self.dummy:
             return checkpoint, names
-        if (on_disk and self.gguf is None
-                and not all(self._direct(checkpoint, n) for n in names.values())):
+        if on_disk and self.gguf is None and self._converts(specs, checkpoint, names):
             with closing(checkpoint):
                 for name in names.values():  # the copy leaves out what is not floating-point
                     checkpoint.check_dtype(name)
             dtype = str(self.dtype).removeprefix("torch.")
             folder = converted_folder(self.folder, dtype, progress=progress,
-                                      views=_views(self.config))
+                                      views=_views(self.config),
+                                      float32={names[name] for name in self.form.float32})
             checkpoint, names = self._resolve(specs, folder)
         return checkpoint, names
 
@@ -258,10 +262,17 @@ class ModelSource:
             checkpoint.close()
             raise
 
-    def _direct(self, checkpoint: Checkpoint, name: str) -> bool:
-        info = checkpoint.info(name)
-        plain = info.extent is not None and info.extent.offset % self.dtype.itemsize == 0
-        return plain and info.dtype == self.dtype
+    def _converts(self, specs: Mapping[str, TensorSpec], checkpoint: Checkpoint,
+                  names: Mapping[str, str]) -> bool:
+        """Return True if more than a small share of the bytes is of another dtype in the file."""
+        total = other = 0
+        for name, spec in specs.items():
+            nbytes, (dtype, _) = self.form.nbytes(spec), self.form.stored(spec)
+            info = checkpoint.info(names[name])
+            plain = info.extent is not None and info.extent.offset % dtype.itemsize == 0
+            total += nbytes
+            other += nbytes * (not plain or info.dtype != dtype)
+        return other > SMALL_SHARE * total
 
 
 def _weight_cache(value: str | os.PathLike) -> CacheFolder:
@@ -389,7 +400,10 @@ def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, Weig
         longer = kind.weights(config.longer())
         beyond = [name for spec in longer.layers[-1].values() for name in kind.aliases(spec.name)]
         extra = next((name for name in beyond if name in names), None)
-        if extra is not None:
+        if extra is not None and config.extra_layers:
+            _log.warning("%s: its layers for multi-token prediction are not loaded",
+                         checkpoint.source)
+        elif extra is not None:
             raise UserError(f"{checkpoint.source} has a tensor {extra}, but config.json calls for "
                             f"{config.num_layers} layers; do the two belong together?")
         if config.tie_word_embeddings:

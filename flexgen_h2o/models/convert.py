@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -35,7 +35,8 @@ def converted() -> CacheFolder:
 
 
 def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = None, *,
-                     views: Mapping[str, Sequence[View]] | None = None) -> Path:
+                     views: Mapping[str, Sequence[View]] | None = None,
+                     float32: Collection[str] = ()) -> Path:
     """Return a copy of a local checkpoint in another dtype, as one safetensors file.
 
     Weights can be streamed from the copy if the checkpoint's own dtype or format does not allow
@@ -53,6 +54,8 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
         Called with (bytes done, total bytes).
     views : mapping of str to sequence of View, optional
         Tensors to write in place of stacked and fused ones: see `StackedCheckpoint`.
+    float32 : collection of str
+        Tensors to write in float32.
 
     Returns
     -------
@@ -69,8 +72,8 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
 
     def build(copy: Path) -> None:
         with unstacked(open_checkpoint(folder), views or {}) as checkpoint:
-            layout = _layout(checkpoint, target)
-            chunks = _whole_tensors(checkpoint, target)
+            layout = _layout(checkpoint, target, float32)
+            chunks = _whole_tensors(checkpoint, layout)
             write_weights(copy, layout, chunks, cache=converted(), progress=progress)
         for path in _files(folder, TEXTS):
             if not path.name.endswith(".index.json"):
@@ -117,18 +120,17 @@ def torch_dtype(dtype: str) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def _layout(checkpoint: Checkpoint, dtype: torch.dtype) -> Layout:
+def _layout(checkpoint: Checkpoint, dtype: torch.dtype, float32: Collection[str]) -> Layout:
     infos = {name: checkpoint.info(name) for name in sorted(checkpoint.names(), key=natural_key)}
-    return {
-        name: (dtype, info.shape) for name, info in infos.items() if info.dtype.is_floating_point
-    }
+    return {name: (torch.float32 if name in float32 else dtype, info.shape)
+            for name, info in infos.items() if info.dtype.is_floating_point}
 
 
-def _whole_tensors(
-    checkpoint: Checkpoint, dtype: torch.dtype
-) -> Callable[[str], Iterator[torch.Tensor]]:
+def _whole_tensors(checkpoint: Checkpoint, layout: Layout
+                   ) -> Callable[[str], Iterator[torch.Tensor]]:
     def chunks(name: str) -> Iterator[torch.Tensor]:
-        out = torch.empty(checkpoint.info(name).shape, dtype=dtype)
+        dtype, shape = layout[name]
+        out = torch.empty(shape, dtype=dtype)
         checkpoint.read(name, out)
         yield out
 

@@ -71,9 +71,11 @@ class Decoder:
         tokens = TensorSpec("model.embed_tokens.weight", table)
         matrix = tokens if cfg.tie_word_embeddings else TensorSpec("lm_head.weight", table)
         head = norm_specs("norm", "model.norm", cfg.hidden_size, self.norm_bias)
+        head["lm_head"] = matrix
+        if cfg.head_bias:
+            head["lm_head_bias"] = TensorSpec("lm_head.bias", table[:1])
         layers = tuple(self.layer_specs(cfg, f"model.layers.{i}.") for i in range(cfg.num_layers))
-        return ModelWeights({"tokens": tokens}, layers, head | {"lm_head": matrix},
-                            tables=("tokens",),
+        return ModelWeights({"tokens": tokens}, layers, head, tables=("tokens",),
                             mlp=("ln2", "gate", "up", "gate_up", "down", "post2"))
 
     def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
@@ -201,7 +203,7 @@ class Decoder:
             x = layers.layer_norm(x, w["norm"], w["norm_bias"], eps=cfg.norm_eps)
         else:
             x = layers.rms_norm(x, w["norm"], eps=cfg.norm_eps, offset=cfg.norm_offset)
-        logits = layers.linear(x, w["lm_head"])
+        logits = layers.linear(x, w["lm_head"], w.get("lm_head_bias"))
         if cfg.logit_divisor != 1.0:
             logits.div_(cfg.logit_divisor)
         if cfg.logit_softcap:

@@ -20,7 +20,8 @@ Positive = Annotated[float, Meta(gt=0)]
 _MAX_VALUES = {"num_hidden_layers": 1 << 12, "vocab_size": MAX_TOKENS,
                "max_position_embeddings": MAX_POSITIONS, "sliding_window": MAX_POSITIONS,
                "original_max_position_embeddings": MAX_POSITIONS, "num_experts": 1 << 10,
-               "num_local_experts": 1 << 10, "num_experts_per_tok": 1 << 10}
+               **dict.fromkeys(("num_local_experts", "n_routed_experts", "moe_num_experts",
+                                "num_experts_per_tok", "moe_k"), 1 << 10)}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -139,6 +140,7 @@ class Fields:
             Whether num_key_value_heads is read.
         """
         dtype = first(self.values.get("dtype"), self.values.get("torch_dtype"))
+        extra = first(self.raw("num_nextn_predict_layers"), self.raw("num_mtp_layers"), 0)
         return {
             "name": self.name,
             "family": family,
@@ -152,6 +154,7 @@ class Fields:
             "tie_word_embeddings": self.flag("tie_word_embeddings"),
             "eos_token_ids": self.tokens("eos_token_id"),
             "bos_token_id": next(iter(self.tokens("bos_token_id")), None),
+            "extra_layers": self.fit(Annotated[int, Meta(ge=0)], extra, "num_nextn_predict_layers"),
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         }
 

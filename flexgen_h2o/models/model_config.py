@@ -32,10 +32,13 @@ class PartShapes:
         Shapes of matrices, and of tables as [rows, width].
     vectors : int
         Total elements of norms and biases.
+    float32 : int
+        Total elements of tensors in float32: see `TensorSpec`.
     """
 
     matrices: tuple[tuple[int, int], ...]
     vectors: int = 0
+    float32: int = 0
 
     @classmethod
     def from_specs(cls, specs: Mapping[str, TensorSpec],
@@ -44,24 +47,40 @@ class PartShapes:
 
         Matrices with a shape in `exact`, which are never quantized, count as vectors.
         """
-        shapes = [spec.shape for spec in specs.values()]
+        shapes = [spec.shape for spec in specs.values() if not spec.float32]
         plain = [shape for shape in shapes if len(shape) == 1 or shape in exact]
         return cls(tuple((shape[0], shape[1]) for shape in shapes
                          if len(shape) == 2 and shape not in exact),
-                   sum(map(math.prod, plain)))
+                   sum(map(math.prod, plain)),
+                   sum(math.prod(spec.shape) for spec in specs.values() if spec.float32))
 
     @property
     def parameters(self) -> int:
         """Total elements."""
-        return sum(outputs * inputs for outputs, inputs in self.matrices) + self.vectors
+        matrices = sum(outputs * inputs for outputs, inputs in self.matrices)
+        return matrices + self.vectors + self.float32
+
+    def vector_bytes(self, itemsize: int) -> int:
+        """Return the bytes of all but the matrices, for a run whose dtype has `itemsize`."""
+        return self.vectors * itemsize + self.float32 * 4
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The canonical name (as transformers saves it) and shape of a tensor of a checkpoint."""
+    """A tensor of a checkpoint.
+
+    Attributes
+    ----------
+    name : str
+        The canonical name, as transformers saves it.
+    shape : tuple of int
+    float32 : bool
+        Keep it in float32, whatever the run's dtype, and never quantize it.
+    """
 
     name: str
     shape: tuple[int, ...]
+    float32: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,8 +158,9 @@ class ModelConfig:
         `plain_positions`.
     activation : str
         One of `ACTIVATIONS`.
-    attention_bias, out_bias, mlp_bias : bool
-        Whether there are biases of queries, keys and values, of attention's output, of the MLP.
+    attention_bias, out_bias, mlp_bias, head_bias : bool
+        Whether there are biases of queries, keys and values, of attention's output, of the MLP, of
+        the logits.
     eos_token_ids : tuple of int
         Tokens that end a text; may be empty.
     dtype : str or None
@@ -172,6 +192,9 @@ class ModelConfig:
         Experts in place of the MLP.
     dense_layers : tuple of bool
         Whether a layer has an MLP in place of experts; empty if none has. See `has_experts`.
+    extra_layers : int
+        Layers for multi-token prediction, which follow the others in checkpoints. They are not
+        loaded.
     attention : tuple of AttentionVariant
         One per decoder layer; empty if all have the default variant. See `attention_variant`.
 
@@ -197,6 +220,7 @@ class ModelConfig:
     attention_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str | None = None
@@ -217,6 +241,7 @@ class ModelConfig:
     parallel_residual: bool = False
     experts: ExpertsConfig | None = None
     dense_layers: tuple[bool, ...] = ()
+    extra_layers: int = 0
     attention: tuple[AttentionVariant, ...] = ()
 
     def __post_init__(self):

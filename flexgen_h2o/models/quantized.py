@@ -44,16 +44,19 @@ class WeightFormat:
     exact : frozenset of (outputs, inputs)
         Shapes of matrices that are never quantized, such as routers, which are small, and whose
         rounding selects other experts.
+    float32 : frozenset of str
+        Names of the tensors that stay in float32.
     """
 
     dtype: torch.dtype
     options: WeightOptions = WeightOptions()
     exact: frozenset[tuple[int, ...]] = frozenset()
+    float32: frozenset[str] = frozenset()
 
     def layout(self, spec: TensorSpec) -> MatrixLayout | None:
         """Return the layout of a tensor, or of a part of its outputs; None if not quantized."""
         shape = spec.shape
-        if len(shape) != 2 or tuple(shape) in self.exact:
+        if len(shape) != 2 or tuple(shape) in self.exact or spec.name in self.float32:
             return None
         return self.options.layout((shape[0], shape[1]), spec.name)
 
@@ -61,7 +64,8 @@ class WeightFormat:
         """Return dtype and shape of a tensor in a checkpoint of this format."""
         layout = self.layout(spec)
         if layout is None:
-            return self.dtype, tuple(spec.shape)
+            dtype = torch.float32 if spec.name in self.float32 else self.dtype
+            return dtype, tuple(spec.shape)
         return torch.uint8, (layout.nbytes,)
 
     def nbytes(self, spec: TensorSpec) -> int:
@@ -207,8 +211,8 @@ def _layout(checkpoint: QuantizingCheckpoint) -> dict[str, tuple[torch.dtype, tu
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name in sorted(checkpoint.names(), key=natural_key):
         info = checkpoint.info(name)
-        quantized = info.dtype == torch.uint8
-        layout[name] = (info.dtype if quantized else checkpoint.form.dtype, info.shape)
+        plain, _ = checkpoint.form.stored(TensorSpec(name, info.shape))
+        layout[name] = (info.dtype if info.dtype == torch.uint8 else plain, info.shape)
         excess = math.prod(info.shape) * layout[name][0].itemsize % _ALIGN
         if excess:
             layout[f"{name}.filler"] = (torch.uint8, (_ALIGN - excess,))

@@ -205,7 +205,7 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     others, _ = run.weight_placements
     head_tier, placement = place_first(head, total, others, compute_tiers(run.has_gpu))
     fractions = placement.fractions()
-    vectors = model.over_layers(lambda part: part.vectors) * run.itemsize
+    vectors = model.over_layers(lambda part: part.vector_bytes(run.itemsize))
     for name, nbytes, head_bytes, resident_bytes in (
             ("weights", layers, 0, vectors),
             ("embeddings", total - layers, head if head_tier else 0, 0)):

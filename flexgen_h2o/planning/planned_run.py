@@ -404,7 +404,7 @@ class PlannedRun:
 def part_bytes(options: WeightOptions, part: PartShapes, itemsize: int) -> int:
     """Return the bytes at rest of a part of a model, whose unquantized elements have `itemsize`."""
     matrices = sum(options.matrix_bytes(shape, itemsize) for shape in part.matrices)
-    return matrices + part.vectors * itemsize
+    return matrices + part.vector_bytes(itemsize)
 
 
 def kv_entry_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> int:
