@@ -80,7 +80,8 @@ def _qwen3_moe(cfg: ModelConfig) -> dict:
     return _llama(cfg) | {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
         "num_experts": cfg.experts.count, "num_experts_per_tok": cfg.experts.per_token,
-        "moe_intermediate_size": cfg.experts.ffn_size, "norm_topk_prob": cfg.experts.router.normalize,
+        "moe_intermediate_size": cfg.experts.ffn_size,
+        "norm_topk_prob": cfg.experts.router.normalize,
         "decoder_sparse_step": 1, "mlp_only_layers": [],
     }
 

@@ -148,10 +148,10 @@ class ModelSource:
              progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:
         """Open the checkpoint in `form`, and return it with its name for each canonical name.
 
-        Weights on disk are read from the checkpoint's bytes at every step. If the dtype of more than
-        `SMALL_SHARE` of them differs, a converted copy is made once. Quantized weights come from the weight cache. The quantized
-        values of a GGUF file are repacked in a second, so they come from the file unless they are
-        on disk.
+        Weights on disk are read from the checkpoint's bytes at every step. If the dtype of more
+        than `SMALL_SHARE` of them differs, a converted copy is made once. Quantized weights come
+        from the weight cache. The quantized values of a GGUF file are repacked in a second, so they
+        come from the file unless they are on disk.
 
         Parameters
         ----------

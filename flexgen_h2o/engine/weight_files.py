@@ -81,6 +81,7 @@ class WeightBuffer:
         """
         offsets = self.offsets.values()
         lead = Counter(offset % ALIGN for offset in offsets).most_common(1)[0][0] if offsets else 0
+        lead -= lead % 4  # tensors in float32 beside those of 16 bits stay aligned
         return lead if lead <= min(offsets, default=0) else 0
 
     def without_lead(self, content: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,7 @@ def route(x, router, bias=None, correction=None, *, per_token, config):
     routing_weights = scores.gather(-1, ids)
     if config.normalize:
         routing_weights /= routing_weights.sum(-1, keepdim=True).clamp(min=config.min_sum)
-    return ids, routing_weights.mul_(config.scale)
+    return ids, routing_weights if config.scale == 1.0 else routing_weights * config.scale
 
 
 def _best_groups(choice, config):
