@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -31,7 +32,7 @@ from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.engine import expert_counts, expert_slots
+from flexgen_h2o.engine import expert_counts, expert_slots, source
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.shapes import PUBLISHED
 from flexgen_h2o.planning.cost import estimate
@@ -90,6 +91,7 @@ def test_tokens_of_transformers_for_every_policy(tiny_model, wanted, tmp_path, k
 
 @pytest.mark.parametrize(("device", "key", "place"), [
     ("lazy", "qwen2_moe", HOST), ("lazy", "gpt_oss", DISK), ("poisoned", "mixtral", DISK),
+    ("lazy", "glm4_moe", DISK),
     *selection.full_cases(("poisoned", "qwen2_moe", HOST), ("lazy", "qwen3_moe_dense", MIXED)),
 ], indirect=["device"])
 def test_tokens_with_separate_device_memory(tiny_model, wanted, tmp_path, device, key, place):
@@ -134,7 +136,9 @@ def test_chunked_and_equal_prompts(tiny_model, wanted, tmp_path, monkeypatch):
     assert got == [each for tokens in expected for each in (tokens, tokens)]
 
 
-@pytest.mark.parametrize("key", ["mixtral", "qwen2_moe_dense", "gpt_oss"])
+@pytest.mark.parametrize("key", [
+    "mixtral", "qwen2_moe_dense", "gpt_oss", "glm4_moe", "minimax_m2", "phimoe",
+    *selection.full("granitemoe", "granitemoeshared", "dots1", "solar_open")])
 def test_h2o_equals_the_masked_simulation(tiny_model, tmp_path, key):
     folder = tiny_model(key).folder
     prompts = make_prompts(97, [30, 17, 24])
@@ -163,7 +167,7 @@ def test_experts_are_quantized_and_the_router_is_not(tiny_model, tmp_path, bits)
         assert not isinstance(weights_of(llm).experts[0, 0].resident["up"], torch.Tensor)
 
 
-@pytest.mark.parametrize("key", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("key", ["mixtral", "gpt_oss", "glm4_moe", "minimax_m2", "phimoe"])
 def test_bfloat16_is_close_for_every_policy(tiny_model, tmp_path, key):
     """Sums in float32: the order in which experts arrive is less than a rounding."""
     folder, prompts = tiny_model(key).folder, make_prompts(97, [9, 4, 6])
@@ -177,7 +181,8 @@ def test_bfloat16_is_close_for_every_policy(tiny_model, tmp_path, key):
         torch.testing.assert_close(other, found[0], atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("key", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("key", ["qwen3_moe", "mixtral", "minimax_m2", "phimoe",
+                                 "granitemoeshared"])
 def test_stacked_experts_are_read_singly(tiny_model, wanted, tmp_path, key):
     """Checkpoints with one tensor for all experts of a layer, as transformers 5 holds them."""
     tiny = tiny_model(key)
@@ -192,6 +197,66 @@ def test_stacked_experts_are_read_singly(tiny_model, wanted, tmp_path, key):
         assert got == expected
     assert stats.expert_bytes > 0
     assert not (tmp_path / "offload").exists(), "read from the checkpoint's own bytes"
+
+
+def test_layers_for_further_tokens_are_left_out(tiny_model, wanted, tmp_path, caplog):
+    prompts, expected = wanted("glm4_moe")
+    folder = shutil.copytree(tiny_model("glm4_moe").folder, tmp_path / "model")
+    saved = load_file(folder / "model.safetensors")
+    saved |= {f"model.layers.4.{name}.weight": torch.ones(40)
+              for name in ("enorm", "input_layernorm")}
+    save_file(saved, folder / "model.safetensors", {"format": "pt"})
+    assert run(folder, prompts)[0] == expected
+    assert "multi-token prediction" in caplog.text
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(UserError, match="config.json calls for 4 layers"):
+        run(folder, prompts)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_routers_with_a_correction_stay_in_float32(tiny_model, tmp_path, monkeypatch, stored,
+                                                   bits):
+    """Beside weights in bfloat16, which are read from the checkpoint's own bytes."""
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(source, "SMALL_SHARE", 0.1)  # of a tiny model
+    folder, routers = _with_routers(tiny_model("glm4_moe").folder, tmp_path, torch.bfloat16, stored)
+    pairs, found = [(prompt, prompt[:3]) for prompt in make_prompts(97, [9, 4])], []
+    for weights in (HERE, DISK):
+        with LLM(str(folder), dtype="bfloat16", weight_bits=bits, offload_dir=tmp_path,
+                 policy=Policy(weights=weights)) as llm:
+            resident = weights_of(llm).units[2].resident
+            if weights is HERE:
+                for short, name in (("router", "weight"),
+                                    ("router_correction", "e_score_correction_bias")):
+                    wanted = routers[f"model.layers.1.mlp.gate.{name}"].float()
+                    assert torch.equal(resident[short], wanted)
+            found.append(torch.tensor(llm.loglikelihood(pairs)))
+    torch.testing.assert_close(*found, atol=0.05, rtol=0.05)
+    assert not (tmp_path / "cache" / "converted").exists()
+
+
+def test_converted_copies_keep_routers_in_float32(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+    folder, routers = _with_routers(tiny_model("glm4_moe").folder, tmp_path, torch.float16,
+                                    torch.float32)
+    with LLM(str(folder), dtype="bfloat16", weight_bits=16, offload_dir=tmp_path,
+             policy=Policy(weights=DISK)):
+        (copy,) = (tmp_path / "cache" / "converted").glob("[!.]*")
+    made = load_file(copy / "model.safetensors")
+    assert all(torch.equal(made.pop(name), tensor) for name, tensor in routers.items())
+    assert {tensor.dtype for tensor in made.values()} == {torch.bfloat16}
+
+
+def _with_routers(folder, target, dtype, router_dtype):
+    """Return a copy of a folder, whose tensors have a dtype and routers another, and the routers.
+    """
+    folder = shutil.copytree(folder, target / "model")
+    saved = {name: tensor.to(router_dtype if ".mlp.gate." in name else dtype)
+             for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(saved, folder / "model.safetensors", {"format": "pt"})
+    return folder, {name: tensor for name, tensor in saved.items() if ".mlp.gate." in name}
 
 
 def test_experts_are_computed_in_order_of_arrival(tiny_model, wanted, tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 
 @pytest.mark.parametrize("key, options", [
     ("opt", {}), ("llama", {"index_bits": 2, "budget_of": "text"}), ("mistral_window", {}),
+    ("glm4_moe", {}), ("minimax_m2", {}),
     *full_cases(("llama", {}), ("llama", {"index_bits": 2}), ("llama", {"budget_of": "text"}),
                 ("neox", {"heavy_ratio": None, "heavy_tokens": 3})),
 ])

@@ -48,6 +48,61 @@ def _gpt_oss(**options):
                             "truncate": False, "original_max_position_embeddings": 64}} | options)
 
 
+_HALF_ROTATED = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+_GROUPED = SIZES | {
+    "num_hidden_layers": 4, "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1, "moe_intermediate_size": 13, "n_shared_experts": 2}
+
+
+def _glm4(**options):
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(**_GROUPED | {"rope_parameters": dict(_HALF_ROTATED)} | options)
+
+
+def _solar_open():
+    from transformers import SolarOpenConfig
+
+    return SolarOpenConfig(**_GROUPED | {"head_dim": 6})
+
+
+def _dots1():
+    from transformers import Dots1Config
+
+    return Dots1Config(**_GROUPED | {
+        "attention_bias": True, "sliding_window": 6, "max_window_layers": 2})
+
+
+def _minimax_m2(**options):
+    from transformers import MiniMaxM2Config
+
+    return MiniMaxM2Config(**SIZES | {
+        "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 12,
+        "num_local_experts": 7, "num_experts_per_tok": 3,
+        "rope_parameters": dict(_HALF_ROTATED)} | options)
+
+
+def _phimoe(**options):
+    from transformers import PhimoeConfig
+
+    return PhimoeConfig(**SIZES | {
+        "num_local_experts": 5, "attention_bias": True, "lm_head_bias": True,
+        "router_jitter_noise": 0.3} | options)
+
+
+def _granite(name, **options):
+    import transformers
+
+    return getattr(transformers, f"{name}Config")(**SIZES | {
+        "num_local_experts": 7, "num_experts_per_tok": 3, "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 0.5} | options)
+
+
+_LONG_ROPE = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.1, 1.3, 1.6],
+              "long_factor": [2.0, 3.0, 4.0, 5.0], "short_mscale": 1.2, "long_mscale": 1.2,
+              "original_max_position_embeddings": 128}
+
 MIXTURES: dict[str, Callable[[], Any]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
@@ -63,6 +118,18 @@ MIXTURES: dict[str, Callable[[], Any]] = {
     "qwen3_moe_dense": lambda: _qwen3(num_hidden_layers=5, mlp_only_layers=[3],
                                       decoder_sparse_step=2),
     "gpt_oss": _gpt_oss,
+    "glm4_moe": _glm4,
+    "glm4_moe_normed": lambda: _glm4(
+        use_qk_norm=True, attention_bias=True, head_dim=12, n_group=1, topk_group=1,
+        norm_topk_prob=False, first_k_dense_replace=2),
+    "minimax_m2": _minimax_m2,
+    "phimoe": _phimoe,
+    "phimoe_longrope": lambda: _phimoe(rope_parameters=dict(_LONG_ROPE), sliding_window=6),
+    "granitemoe": lambda: _granite("GraniteMoe", tie_word_embeddings=True),
+    "granitemoeshared": lambda: _granite("GraniteMoeShared", shared_intermediate_size=21,
+                                         attention_bias=True),
+    "dots1": _dots1,
+    "solar_open": _solar_open,
 }
 
 

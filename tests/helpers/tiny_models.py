@@ -132,7 +132,9 @@ def make_tiny(key: str, folder: Path) -> TinyModel:
     limit_as_configured(model)
     generator = torch.Generator().manual_seed(sum(map(ord, key)))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = [(name, buffer) for name, buffer in model.named_buffers()
+                       if name.endswith("correction_bias")]
+        for name, parameter in (*model.named_parameters(), *corrections):
             # transformers starts biases at 0 and norms at 1: a forgotten one would go unnoticed.
             norm = parameter.dim() == 1 and name.endswith("weight")
             parameter.normal_(1.0 if norm else 0.0, 0.2, generator=generator)

@@ -15,7 +15,7 @@ from helpers.generation import make_prompts, transformers_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from models.test_checkpoint import read
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flexgen_h2o import LLM, Placement, Policy
@@ -287,6 +287,33 @@ def test_fp8_as_transformers(tmp_path, scale_dtype, shape, scales):
         theirs = Fp8Dequantize(None)._dequantize_one(weight, grid, dtype)
         with open_checkpoint(folder) as checkpoint:
             assert torch.equal(read(checkpoint, "w.weight", dtype), theirs)
+
+
+def test_fp8_experts_and_float32_routers(tiny_model, tmp_path):
+    """Of MiniMax M2 as it is published."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_model("minimax_m2").folder
+    config = json.loads((folder / "config.json").read_text())
+    stored, values = {}, load_file(folder / "model.safetensors")
+    for name, tensor in list(values.items()):
+        stored[name] = tensor
+        if ".layers." in name and tensor.dim() == 2 and ".gate." not in name:
+            parts, values[name] = packings.fp8(tensor)
+            stored |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
+    assert any(name.endswith("experts.6.w2.weight_scale_inv") for name in stored)
+    save(tmp_path / "plain", values, {})
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
+    save(tmp_path / "fp8", stored, {})
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config | {"quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [24, 40], "activation_scheme": "dynamic",
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    model.set_experts_implementation("eager")
+    prompts = make_prompts(97, [5, 9])
+    expected = transformers_tokens(SimpleNamespace(model=model), prompts, new=NEW)
+    assert tokens(tmp_path / "fp8", prompts, weights=Placement(100, 0, 0),
+                  offload_dir=tmp_path) == expected
 
 
 # Any shape

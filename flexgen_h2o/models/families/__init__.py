@@ -9,5 +9,5 @@ To add a family:
 3. Add a tiny config to `TINY` in tests/conftest.py, and its key to tests/models/test_families.py:
    logits, tokens, sizes and eviction are compared with transformers.
 
-docs/families.md has a complete example.
+docs/contributing.md has a complete example, and docs/families.md lists all families.
 """

@@ -1,0 +1,54 @@
+"""GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): routers as in DeepSeek V3, leading dense layers, a
+partial rotation. And Solar Open, without the last two."""
+
+from __future__ import annotations
+
+from flexgen_h2o.models.fields import Fields
+from flexgen_h2o.models.mixture import (
+    MixtureDecoder,
+    read_experts,
+    read_grouped_router,
+    read_leading_dense,
+)
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.rope import read_rope
+
+_GLM = {
+    "vocab_size": 151552, "hidden_size": 4096, "num_hidden_layers": 46,
+    "intermediate_size": 10944, "num_attention_heads": 96, "num_key_value_heads": 8,
+    "max_position_embeddings": 131072, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "attention_bias": False,
+    "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False,
+    "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
+}
+
+
+class Glm4Moe(MixtureDecoder):
+    DEFAULTS = {
+        "glm4_moe": _GLM,
+        "solar_open": {
+            **_GLM, "vocab_size": 196608, "num_hidden_layers": 48, "num_attention_heads": 64,
+            "head_dim": 128, "rope_theta": 1000000.0, "partial_rotary_factor": 1.0,
+            "moe_intermediate_size": 1280, "num_nextn_predict_layers": 0,
+        },
+    }
+    correction = "gate.e_score_correction_bias"
+    shared_expert = "mlp.shared_experts"
+    gated_shared = False
+
+    def read(self, f: Fields) -> ModelConfig:
+        glm = f.values["model_type"] == "glm4_moe"
+        return ModelConfig(
+            **f.decoder("glm4_moe", read_rope(f, partial=glm)),
+            attention_bias=f.flag("attention_bias"),
+            qk_norm=glm and f.flag("use_qk_norm"),
+            experts=read_experts(
+                f, router=read_grouped_router(f),
+                shared_ffn_size=f.count("moe_intermediate_size") * f.count("n_shared_experts")),
+            dense_layers=read_leading_dense(f) if glm else (),
+        )
+
+
+FAMILY = Glm4Moe()
