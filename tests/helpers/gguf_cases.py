@@ -27,6 +27,9 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.
          "beta_slow": 1.0, "original_max_position_embeddings": 128}
 _WINDOWS = ["sliding_attention", "full_attention"]
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
+_GROUPED = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2,
+            "moe_intermediate_size": 16, "n_shared_experts": 2, "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5, "norm_topk_prob": True}
 Weights = dict[str, np.ndarray]
 
 
@@ -78,6 +81,24 @@ def _split_gates(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[s
     else:
         yield name.replace("gate_up", "gate") + end, values[:, 0::2]
         yield name.replace("gate_up", "up") + end, values[:, 1::2]
+
+
+def _correction(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    if name.endswith("e_score_correction_bias"):
+        name, values = name.replace("_bias", ".bias"), values.reshape(-1)
+    yield name, values
+
+
+def _split_inputs(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Granite's mixtures: gates and ups are the halves of one tensor."""
+    layer = name.split(".")[2] if ".layers." in name else ""
+    if name.endswith("input_linear.weight"):
+        for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+            yield f"blk.{layer}.ffn_{part}_exps.weight", half
+    elif name.endswith("output_linear.weight"):
+        yield f"blk.{layer}.ffn_down_exps.weight", values
+    else:
+        yield from _permuted(name, values, config)
 
 
 def _scaling(writer: GGUFWriter, config: Any) -> None:
@@ -150,6 +171,40 @@ def _expert_widths(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
+def _grouped(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+
+
+def _glm4_moe(writer: GGUFWriter, config: Any) -> None:
+    _grouped(writer, config)
+    writer.add_rope_dimension_count(4)
+    writer.add_nextn_predict_layers(1)
+    last = config.num_hidden_layers  # the converter appends its layers to the others
+    writer.add_tensor(f"blk.{last}.nextn.eh_proj.weight", np.ones((32, 64), np.float32))
+    writer.add_tensor(f"blk.{last}.attn_norm.weight", np.ones(32, np.float32))
+
+
+def _minimax_m2(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_rope_dimension_count(6)
+
+
+def _phimoe(writer: GGUFWriter, config: Any) -> None:
+    scaling = config.rope_parameters
+    writer.add_rope_dimension_count(8)
+    writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    writer.add_rope_scaling_attn_factors(scaling["short_mscale"])
+    for name in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{name}.weight",
+                          np.array(scaling[f"{name}_factor"], np.float32))
+
+
 def _gpt_oss(writer: GGUFWriter, config: Any) -> None:
     writer.add_sliding_window(config.sliding_window)
     writer.add_expert_feed_forward_length(config.intermediate_size)
@@ -201,6 +256,23 @@ CASES: dict[str, Case] = {
         **_EXPERTS, "head_dim": 12, "moe_intermediate_size": 16, "norm_topk_prob": True},
         _expert_widths),
     "olmoe": Case("olmoe", "olmoe", _EXPERTS),
+    "glm4moe": Case("glm4moe", "glm4_moe", {
+        **_GROUPED, "attention_bias": True, "use_qk_norm": True,
+        "rope_parameters": _PARTIAL["rope_parameters"]}, _glm4_moe, _correction),
+    "dots1": Case("dots1", "dots1", _GROUPED, _grouped, _correction),
+    "minimax-m2": Case("minimax-m2", "minimax_m2", {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12,
+        "rope_parameters": _PARTIAL["rope_parameters"]}, _minimax_m2, _correction),
+    "granitemoe": Case("granitemoe", "granitemoe", {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "attention_multiplier": 0.25,
+        "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}, _granite,
+        _split_inputs),
+    "phimoe": Case("phimoe", "phimoe", {
+        "num_local_experts": 5, "attention_bias": True, "lm_head_bias": True,
+        "original_max_position_embeddings": 128, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.25, 1.5, 2.0],
+            "long_factor": [1.0, 2.0, 4.5, 6.0], "short_mscale": 1.25, "long_mscale": 1.25,
+            "original_max_position_embeddings": 128}}, _phimoe),
     "gpt-oss": Case("gpt-oss", "gpt_oss", {
         "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "intermediate_size": 64,
         "sliding_window": 16, "layer_types": _WINDOWS, "rope_parameters": {
@@ -223,7 +295,9 @@ def make(name: str, folder: Path, sizes: Mapping[str, Any] | None = None, **opti
     torch.default_generator.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        corrections = (buffer for key, buffer in model.named_buffers()
+                       if key.endswith("correction_bias"))
+        for parameter in (*model.parameters(), *corrections):
             spread = 0.25 if parameter.dim() == 1 else 0.5
             parameter.add_(torch.randn_like(parameter) * spread).mul_(1024).round_().div_(1024)
     model.save_pretrained(folder / "original")
@@ -245,7 +319,8 @@ def write(case: Case, config: Any, weights: Weights, path: Path, kind: Kind | No
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, values in stacked(_as_converted(case, weights, config)).items():
-        called = names.get_name(name, (".weight", ".bias"))
+        called = (name if name.startswith("blk.") else
+                  names.get_name(name, (".weight", ".bias")))
         assert called is not None, name
         values = np.ascontiguousarray(values)
         drawn = next((Kind[each] for part, each in (random or {}).items() if part in called), None)
@@ -296,7 +371,8 @@ def stacked(tensors: Iterator[tuple[str, np.ndarray]]) -> Weights:
 def _add_values(writer: GGUFWriter, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    extra = getattr(config, "num_nextn_predict_layers", 0)
+    writer.add_block_count(config.num_hidden_layers + extra)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(getattr(config, "num_key_value_heads", None)

@@ -165,13 +165,24 @@ _EXPERTS = _table(_ATTENTION, ffn_norm="post_attention_layernorm", ffn_gate_inp=
                   ffn_gate_exps="mlp.experts.{}.gate_proj", ffn_up_exps="mlp.experts.{}.up_proj",
                   ffn_down_exps="mlp.experts.{}.down_proj")
 
-FUSED_EXPERTS = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
-"""Tensors that become `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` in gpt-oss."""
+_BLOCK_EXPERTS = _table(  # as in Mixtral
+    _ATTENTION, ffn_norm="post_attention_layernorm", ffn_gate_inp="block_sparse_moe.gate",
+    ffn_gate_exps="block_sparse_moe.experts.{}.w1", ffn_up_exps="block_sparse_moe.experts.{}.w3",
+    ffn_down_exps="block_sparse_moe.experts.{}.w2")
+_SHARED_EXPERTS = _table(  # with dense layers
+    _EXPERTS, _MLP, ffn_gate_shexp="mlp.shared_experts.gate_proj",
+    ffn_up_shexp="mlp.shared_experts.up_proj", ffn_down_shexp="mlp.shared_experts.down_proj",
+    exp_probs_b="mlp.gate.e_score_correction_bias")
+
+EXPERTS = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
+"""Tensors with all experts of a layer."""
 
 _SIZES = _table(max_position_embeddings="context_length", hidden_size="embedding_length",
                 num_hidden_layers="block_count", num_attention_heads="attention.head_count",
                 intermediate_size="feed_forward_length")
 _ROUTED = _table(_SIZES, num_experts="expert_count", num_experts_per_tok="expert_used_count")
+_GROUPED = _table(_SIZES, n_routed_experts="expert_count", num_experts_per_tok="expert_used_count")
+_LOCAL = _table(_SIZES, num_local_experts="expert_count", num_experts_per_tok="expert_used_count")
 _RMS = _table(rms_norm_eps="attention.layer_norm_rms_epsilon")
 _NORM = _table(layer_norm_eps="attention.layer_norm_epsilon")
 
@@ -208,9 +219,14 @@ class Architecture:
         Whether the rows of the fused projection are all queries, all keys, all values, instead of
         query, key and value of each head.
     bare : frozenset
-        Names that have no ".weight" on the hub.
+        Names that have no ".weight" or ".bias" on the hub.
     single_rows : frozenset
         Vectors that are matrices of one row on the hub.
+    float32 : frozenset
+        Names of tensors that stay in float32 in a converted model.
+    fused_experts : tuple of str
+        Names after `layers`.0 of the tensors that have gate and up, and down, of all experts of a
+        layer on the hub; empty if each expert has its own tensors there.
     """
 
     model_type: str
@@ -228,6 +244,13 @@ class Architecture:
     fused_heads: bool = False
     bare: frozenset[str] = frozenset()
     single_rows: frozenset[str] = frozenset()
+    float32: frozenset[str] = frozenset()
+    fused_experts: tuple[str, ...] = ()
+
+
+def extra_layers(meta: Metadata) -> int:
+    """Return the layers for multi-token prediction, which are the last in a file."""
+    return meta.count("nextn_predict_layers", 0, least=0)
 
 
 def biased(meta: Metadata, *names: str) -> bool:
@@ -258,6 +281,11 @@ def _granite(meta: Metadata, head_dim: int) -> dict[str, Any]:
             "embedding_multiplier": meta.number("embedding_scale", 1.0),
             "residual_multiplier": meta.number("residual_scale", 1.0),
             "logits_scaling": meta.number("logit_scale", 1.0)}
+
+
+def _granite_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    values = _granite(meta, head_dim)
+    return {key: value for key, value in values.items() if key != "mlp_bias"}
 
 
 def _stablelm(meta: Metadata, head_dim: int) -> dict[str, Any]:
@@ -332,10 +360,45 @@ def _qwen3_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
     return {**_expert_sizes(meta, head_dim), **_qwen3(meta, head_dim)}
 
 
+def _grouped_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    """Return the entries of routers as in DeepSeek V3, and of leading dense layers."""
+    return {"moe_intermediate_size": meta.count("expert_feed_forward_length"),
+            "n_shared_experts": meta.count("expert_shared_count"),
+            "first_k_dense_replace": meta.count("leading_dense_block_count", 0, least=0),
+            "n_group": meta.count("expert_group_count", 1),
+            "topk_group": meta.count("expert_group_used_count", 1),
+            "routed_scaling_factor": meta.number("expert_weights_scale", 1.0),
+            "norm_topk_prob": meta.flag("expert_weights_norm", False),
+            "attention_bias": biased(meta, "attn_q", "attn_k", "attn_v")}
+
+
+def _glm4_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {**_grouped_moe(meta, head_dim), "num_nextn_predict_layers": extra_layers(meta),
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensors}
+
+
+def _phimoe(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {"attention_bias": biased(meta, "attn_q", "attn_k", "attn_v", "attn_output"),
+            "lm_head_bias": "output.bias" in meta.tensors,
+            "sliding_window": meta.count("attention.sliding_window", 0, least=0) or None}
+
+
+def _phimoe_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    """Return `rope_parameters` of LongRoPE, whose attention factor has two names on the hub."""
+    parameters = phi3_rope(meta, head_dim)
+    if parameters["rope_type"] == "longrope":
+        del parameters["partial_rotary_factor"]
+        scale = meta.number("rope.scaling.attn_factor", 1.0)
+        parameters |= {"short_mscale": scale, "long_mscale": scale}
+    return parameters
+
+
 def _gpt_oss(meta: Metadata, head_dim: int) -> dict[str, Any]:
     return _alternating(meta, 2)
 
 
+_CORRECTION = frozenset({"exp_probs_b"})
+_ROUTER = frozenset({"exp_probs_b", "ffn_gate_inp"})
 _LLAMA = Architecture("llama", "LlamaForCausalLM", fixed={"hidden_act": "silu"}, more=_llama,
                       interleaved=True)
 _ALL_ROUTED: Mapping[str, Any] = MappingProxyType(
@@ -397,25 +460,47 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
                           fixed={"hidden_act": "silu", "norm_topk_prob": False}),
     "gpt-oss": Architecture(
         "gpt_oss", "GptOssForCausalLM", more=_gpt_oss, bare=frozenset({"attn_sinks"}),
+        fused_experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
         counts=_table({name: _SIZES[name] for name in _SIZES if name != "intermediate_size"},
                       intermediate_size="expert_feed_forward_length",
                       num_local_experts="expert_count", num_experts_per_tok="expert_used_count"),
         fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_limit": 7.0},
         layer=_table(_ATTENTION, post_attention_norm="post_attention_layernorm",
                      attn_sinks="self_attn.sinks", ffn_gate_inp="mlp.router",
-                     **{name: _EXPERTS[name] for name in FUSED_EXPERTS})),
+                     **{name: _EXPERTS[name] for name in EXPERTS})),
+    "glm4moe": Architecture(
+        "glm4_moe", "Glm4MoeForCausalLM", counts=_GROUPED, more=_glm4_moe, rope=partial_rope,
+        fixed={"hidden_act": "silu"}, bare=_CORRECTION, float32=_ROUTER,
+        layer=_table({name: _SHARED_EXPERTS[name] for name in _SHARED_EXPERTS
+                      if name != "ffn_norm"}, _QK_NORMS,
+                     post_attention_norm="post_attention_layernorm")),
+    "dots1": Architecture(
+        "dots1", "Dots1ForCausalLM", counts=_GROUPED, more=_grouped_moe, bare=_CORRECTION,
+        fixed={"hidden_act": "silu"}, float32=_ROUTER, layer=_table(_SHARED_EXPERTS, _QK_NORMS)),
+    "minimax-m2": Architecture(
+        "minimax_m2", "MiniMaxM2ForCausalLM", rope=partial_rope, fixed={"hidden_act": "silu"},
+        counts=_table({name: _LOCAL[name] for name in _LOCAL if name != "intermediate_size"},
+                      intermediate_size="expert_feed_forward_length"),
+        bare=_CORRECTION, float32=_ROUTER,
+        layer=_table(_BLOCK_EXPERTS, _QK_NORMS,
+                     exp_probs_b="block_sparse_moe.e_score_correction_bias")),
+    "granitemoe": Architecture(
+        "granitemoe", "GraniteMoeForCausalLM", counts=_LOCAL, more=_granite_moe, interleaved=True,
+        fixed={"hidden_act": "silu"},
+        fused_experts=("block_sparse_moe.input_linear.weight",
+                       "block_sparse_moe.output_linear.weight"),
+        layer=_table({name: value.replace("mlp.", "block_sparse_moe.")
+                      for name, value in _EXPERTS.items()},
+                     ffn_gate_inp="block_sparse_moe.router.layer")),
+    "phimoe": Architecture(
+        "phimoe", "PhimoeForCausalLM", counts=_LOCAL, more=_phimoe, rope=_phimoe_rope,
+        fixed={"hidden_act": "silu"}, layer=_BLOCK_EXPERTS),
 })
 """By `general.architecture`."""
 
 _MIXTRAL = replace(
     _LLAMA, model_type="mixtral", class_name="MixtralForCausalLM", more=lambda meta, head_dim: {},
-    counts=_table(_SIZES, num_local_experts="expert_count",
-                  num_experts_per_tok="expert_used_count"),
-    layer=_table(_ATTENTION, ffn_norm="post_attention_layernorm",
-                 ffn_gate_inp="block_sparse_moe.gate",
-                 ffn_gate_exps="block_sparse_moe.experts.{}.w1",
-                 ffn_up_exps="block_sparse_moe.experts.{}.w3",
-                 ffn_down_exps="block_sparse_moe.experts.{}.w2"))
+    counts=_LOCAL, layer=_BLOCK_EXPERTS)
 _OLMO3 = replace(_OLMO2, model_type="olmo3", class_name="Olmo3ForCausalLM", more=_olmo3,
                  rope=layered_rope)
 

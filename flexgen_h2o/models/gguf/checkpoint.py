@@ -21,7 +21,12 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference.blocks import dequantize, interleave_nibbles
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
-from flexgen_h2o.models.gguf.architectures import FUSED_EXPERTS, ROPE_TENSORS, Architecture
+from flexgen_h2o.models.gguf.architectures import (
+    EXPERTS,
+    ROPE_TENSORS,
+    Architecture,
+    extra_layers,
+)
 from flexgen_h2o.models.gguf.config import architecture_of, kv_heads
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, read_header
 
@@ -29,6 +34,7 @@ _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32
 _MXFP4_BLOCK = 32
 _MAX_ELEMENTS = 1 << 28  # of an expert, which is converted at once; the largest have 8 million
 _MAX_TENSORS = 1 << 17  # mostly experts: the largest models have some ten thousand
+_LAYER_NUMBER = re.compile(r"blk\.([0-9]{1,9})\.")
 _LAYER = re.compile(r"blk\.([0-9]{1,9})\.([a-z_]+)\.(weight|bias)")
 
 
@@ -49,6 +55,8 @@ class GgufTensor:
         order[i] is the file's row of row i.
     shift : float
         Added to every value.
+    float32 : bool
+        Stays in float32 in a converted model.
     """
 
     file: mmap.mmap
@@ -57,6 +65,7 @@ class GgufTensor:
     offset: int
     order: np.ndarray | None = None
     shift: float = 0.0
+    float32: bool = False
 
     def packed(self, rows: slice) -> np.ndarray:
         """Return rows of a matrix as stored, uint8 [rows, bytes]; a vector is one row."""
@@ -65,13 +74,13 @@ class GgufTensor:
 
     def dtype(self, target: torch.dtype) -> torch.dtype:
         """Return the dtype of the tensor in a converted model of dtype `target`."""
-        return target
+        return torch.float32 if self.float32 else target
 
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
         """Yield the values in chunks of rows, so that memory is bounded."""
         step = max(1, _CHUNK_ELEMENTS // self.shape[-1])
         for start in range(0, len(self._rows()), step):
-            yield self.values(slice(start, start + step)).to(target)
+            yield self.values(slice(start, start + step)).to(self.dtype(target))
 
     def values(self, rows: slice) -> torch.Tensor:
         """Return the values of rows of a matrix, or of a vector, float32."""
@@ -113,17 +122,19 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """One tensor for all experts of a layer of gpt-oss, as the hub's checkpoints have it.
+    """One tensor for all experts of a layer, as the hub's checkpoints have it.
 
-    Rows of gate and up alternate. In MXFP4 the hub has a tensor of codes and one of scales.
+    In Granite, the rows of gate precede those of up. In gpt-oss they alternate, and values are
+    transposed. In MXFP4 the hub has a tensor of codes and one of scales.
 
     Attributes
     ----------
     parts : tuple of GgufTensor
-        One tensor of the file, or two whose rows alternate: [experts, outputs, inputs], or
-        [experts, outputs] for biases.
+        One tensor of the file, or gate and up: [experts, outputs, inputs], or [experts, outputs]
+        for biases.
     form : str
-        "values", "blocks" (codes of MXFP4) or "scales" (exponents of MXFP4).
+        "rows" (Granite), or for gpt-oss "values", "blocks" (codes of MXFP4) or "scales" (exponents
+        of MXFP4).
     """
 
     parts: tuple[GgufTensor, ...]
@@ -136,6 +147,8 @@ class FusedExperts:
         outputs *= len(self.parts)
         if not inputs:
             return experts, outputs
+        if self.form == "rows":
+            return experts, outputs, inputs[0]
         if self.form == "values":
             return experts, inputs[0], outputs
         groups = inputs[0] // _MXFP4_BLOCK
@@ -144,13 +157,14 @@ class FusedExperts:
 
     def dtype(self, target: torch.dtype) -> torch.dtype:
         """Return the dtype of the tensor in a converted model of dtype `target`."""
-        return target if self.form == "values" else torch.uint8
+        return target if self.form in ("rows", "values") else torch.uint8
 
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
         """Yield the values or bytes of one expert at a time."""
         for expert in range(self.shape[0]):
-            parts = torch.stack([self._expert(part, expert) for part in self.parts], dim=1)
-            rows = parts.flatten(0, 1)  # alternating
+            parts = [self._expert(part, expert) for part in self.parts]
+            rows = (torch.cat(parts) if self.form == "rows"
+                    else torch.stack(parts, dim=1).flatten(0, 1))
             if self.form == "values" and rows.dim() == 2:
                 rows = rows.T.contiguous()
             yield rows.to(self.dtype(target))[None]
@@ -163,35 +177,36 @@ class FusedExperts:
             return dequantize(rows, part.kind)[0]
         rows = torch.from_numpy(np.array(
             part.packed(slice(expert * outputs, (expert + 1) * outputs))))
-        if self.form == "values":
+        if self.form in ("rows", "values"):
             return dequantize(rows, part.kind)
         blocks = rows.view(outputs, inputs[0] // _MXFP4_BLOCK, 17)
         return blocks[..., 0] if self.form == "scales" else interleave_nibbles(blocks[..., 1:])
 
 
-def fused_experts(source: Path, prefix: str, parts: Mapping[str, GgufTensor]
+def fused_experts(source: Path, prefix: str, kind: Architecture, parts: Mapping[str, GgufTensor]
                   ) -> Iterator[tuple[str, FusedExperts]]:
     """Yield the tensors of a layer's experts by Hugging Face name, which begins with `prefix`.
 
     Raises `UserError` if one is missing or their shapes do not fit together.
     """
-    for suffix, end in (("weight", ""), ("bias", "_bias")):
-        for name, projections in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+    gpt_oss = kind.model_type == "gpt_oss"
+    for suffix, end in (("weight", ""), ("bias", "_bias")) if gpt_oss else (("weight", ""),):
+        for name, projections in zip(kind.fused_experts, (("gate", "up"), ("down",)), strict=True):
             missing = [f"ffn_{projection}_exps.{suffix}" for projection in projections
                        if f"ffn_{projection}_exps.{suffix}" not in parts]
             if missing:
                 raise UserError(f"{source}: a layer has experts, but no tensor {missing[0]}")
             stacked = tuple(parts[f"ffn_{projection}_exps.{suffix}"] for projection in projections)
-            kind, shape = stacked[0].kind, stacked[0].shape
+            blocks, shape = stacked[0].kind, stacked[0].shape
             fits = (len({(part.kind.name, part.shape) for part in stacked}) == 1
                     and len(shape) == (3 if suffix == "weight" else 2))
             if not fits or math.prod(shape[1:]) > _MAX_ELEMENTS:
                 raise UserError(f"{source}: the tensors of {prefix}{name}{end} do not fit together")
-            if suffix == "weight" and kind.name == "MXFP4":
+            if suffix == "weight" and blocks.name == "MXFP4" and gpt_oss:
                 for form in ("blocks", "scales"):
                     yield f"{prefix}{name}_{form}", FusedExperts(stacked, form)
             else:
-                yield f"{prefix}{name}{end}", FusedExperts(stacked)
+                yield f"{prefix}{name}{end}", FusedExperts(stacked, "values" if gpt_oss else "rows")
 
 
 Tensors = dict[str, GgufTensor | FusedExperts]
@@ -209,8 +224,8 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
     Parameters
     ----------
     fuse_experts : bool
-        Whether gpt-oss has one tensor for all experts of a layer, as on the hub. Otherwise each
-        expert has its own, with the names of `families.gpt_oss`.
+        Whether experts are fused as on the hub: see `Architecture.fused_experts`. Otherwise each
+        expert has its own tensors, with the names of its family.
 
     Raises
     ------
@@ -218,18 +233,22 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
         If the file is damaged or its architecture is not supported.
     """
     meta, kind = architecture_of(header)
-    fuses = fuse_experts and kind.model_type == "gpt_oss"
+    fuses = fuse_experts and kind.fused_experts
     files = {path: _mapped(path) for path in header.files}
     tensors: Tensors = {}
+    extra = extra_layers(meta)
+    layers = meta.count("block_count") - extra if extra else 0
     parts: dict[str, dict[str, GgufTensor]] = {}
     for name, stored in meta.tensors.items():
         match = _LAYER.fullmatch(name)
         if name in ROPE_TENSORS:  # part of the configuration
             continue
+        if extra and (number := _LAYER_NUMBER.match(name)) and int(number[1]) >= layers:
+            continue
         file = files[stored.source]
-        if fuses and match and match[2] in FUSED_EXPERTS:
+        if fuses and match and match[2] in EXPERTS:
             part = GgufTensor(file, stored.kind, stored.shape, stored.offset)
-            parts.setdefault(f"{kind.layers}.{match[1]}.mlp.experts.", {})[
+            parts.setdefault(f"{kind.layers}.{match[1]}.", {})[
                 f"{match[2]}.{match[3]}"] = part
             continue
         shift = -1.0 if kind.shifted and name.endswith("norm.weight") else 0.0
@@ -238,7 +257,7 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
         if len(tensors) > _MAX_TENSORS:
             raise UserError(f"{header.source} has more tensors than any model")
     for prefix, experts in parts.items():
-        tensors.update(fused_experts(header.source, prefix, experts))
+        tensors.update(fused_experts(header.source, prefix, kind, experts))
     return tensors
 
 
@@ -265,6 +284,7 @@ def _named(meta: Metadata, kind: Architecture, name: str, match: re.Match | None
         return
     if len(tensor.shape) == 1 and inner in kind.single_rows:
         tensor = replace(tensor, shape=(1, *tensor.shape))
+    tensor = replace(tensor, float32=inner in kind.float32)
     if len(tensor.shape) > 2:
         raise UserError(f"{meta.source}: tensor {name} has {len(tensor.shape)} dimensions; a "
                         "matrix is needed")

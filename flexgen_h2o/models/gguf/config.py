@@ -9,7 +9,12 @@ from typing import Any
 
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError, did_you_mean, short_repr
-from flexgen_h2o.models.gguf.architectures import ARCHITECTURES, Architecture, variant
+from flexgen_h2o.models.gguf.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    extra_layers,
+    variant,
+)
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, gguf_file
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.quantization import quantization, weight_options
@@ -73,6 +78,7 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
         "vocab_size": meta.tensor("token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in meta.tensors,
         **{name: meta.count(key) for name, key in kind.counts.items()},
+        "num_hidden_layers": meta.count("block_count") - extra_layers(meta),
         **{name: meta.number(key) for name, key in kind.numbers.items()},
         "num_key_value_heads": kv_heads(meta), "head_dim": head_dim,
         "rope_parameters": kind.rope(meta, head_dim),
