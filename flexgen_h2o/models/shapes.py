@@ -75,6 +75,13 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
                                         original_max_position_embeddings=4096))
 
 
+def _glm4_moe(*sizes: int, experts: int, dense: int, width: int, **other) -> dict[str, Any]:
+    return _sizes("glm4_moe", *sizes, head_dim=128, attention_bias=True, n_routed_experts=experts,
+                  first_k_dense_replace=dense, moe_intermediate_size=width,
+                  rope_parameters=_rope(1000000.0, partial_rotary_factor=0.5),
+                  eos_token_id=[151329, 151336, 151338], **other)
+
+
 _LLAMA31_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0,
                  "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                  "original_max_position_embeddings": 8192}
@@ -148,6 +155,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
     "openai/gpt-oss-20b": _gpt_oss(24, 32),
     "openai/gpt-oss-120b": _gpt_oss(36, 128),
+    "zai-org/GLM-4.5-Air": _glm4_moe(4096, 46, 96, 8, 10944, experts=128, dense=1, width=1408),
+    "zai-org/GLM-4.6": _glm4_moe(
+        5120, 92, 96, 8, 12288, experts=160, dense=3, width=1536, use_qk_norm=True,
+        routed_scaling_factor=2.5, max_position_embeddings=202752),
+    "MiniMaxAI/MiniMax-M2": {
+        "model_type": "minimax_m2", "dtype": "bfloat16",
+        "rope_parameters": _rope(5000000.0, partial_rotary_factor=0.5),
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    "ibm-granite/granite-3.0-3b-a800m-base": _sizes(
+        "granitemoe", 1536, 32, 24, 8, 512, vocab_size=49155, num_local_experts=40,
+        num_experts_per_tok=8, max_position_embeddings=4096, rope_parameters=_rope(10000.0),
+        tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, embedding_multiplier=12.0,
+        logits_scaling=6.0, residual_multiplier=0.22, attention_multiplier=0.015625),
+    # Without the factors of its LongRoPE, which speed does not depend on.
+    "microsoft/Phi-3.5-MoE-instruct": {
+        "model_type": "phimoe", "attention_bias": True, "lm_head_bias": True,
+        "sliding_window": 131072, "rope_parameters": _rope(10000.0), "eos_token_id": 32000,
+        "dtype": "bfloat16"},
     "Qwen/Qwen2.5-0.5B": _qwen2(896, 24, 14, 2, 4864, max_position_embeddings=32768,
                                 tie_word_embeddings=True),
     "Qwen/Qwen2.5-1.5B": _qwen2(1536, 28, 12, 2, 8960, tie_word_embeddings=True),
