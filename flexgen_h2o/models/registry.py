@@ -144,7 +144,7 @@ def _refuse_unsupported(values: Mapping[str, Any], name: str) -> None:
     quantization(values, name)
     if not known:
         raise UserError(f"{name}: model type {model_type!r} is not supported "
-                        f"(supported: {', '.join(FAMILIES)})")
+                        "(docs/families.md lists those that are)")
 
 
 def retry_imports(function: Callable[_Options, _Result]) -> Callable[_Options, _Result]:

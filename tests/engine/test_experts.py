@@ -226,7 +226,7 @@ def test_routers_with_a_correction_stay_in_float32(tiny_model, tmp_path, monkeyp
     for weights in (HERE, DISK):
         with LLM(str(folder), dtype="bfloat16", weight_bits=bits, offload_dir=tmp_path,
                  policy=Policy(weights=weights)) as llm:
-            resident = weights_of(llm).units[2].resident
+            resident = weights_of(llm).units[3].resident
             if weights is HERE:
                 for short, name in (("router", "weight"),
                                     ("router_correction", "e_score_correction_bias")):
