@@ -5,6 +5,7 @@ A prompt of any length, or the next turn of a conversation, goes through a cache
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,20 +97,20 @@ def append_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, slots: to
 
     Returns
     -------
-    Tensor [rows, heads, head_dim]
+    Tensor [rows, heads, elements of a value]
     """
-    chunk = torch.stack((k, v)).transpose(1, 2)  # [2, kv_heads, rows, head_dim]
-    entries = chunk
+    chunk = k.transpose(0, 1), v.transpose(0, 1)  # [kv_heads, rows, head_dim] each
+    cached_keys = chunk[0]
     if smoothing is not None:
         smoothed = k.clone()
         ops.rotate_(smoothed, None, smoothing.keys)
-        entries = torch.stack((smoothed, v)).transpose(1, 2)
-    entries = ops.pack_slots(entries, layout).to(slots.device)
+        cached_keys = smoothed.transpose(0, 1)
+    entries = ops.pack_slots(ops.stack_vectors(cached_keys, chunk[1]), layout).to(slots.device)
     if state is None:
         return _append_in_order(q, chunk, entries, slots=slots, cached=sequence.cached,
                                 layout=layout, attention=attention, smoothing=smoothing)
     old = _ordered_entries(slots, state, sequence.cached)
-    vectors = torch.cat((_unpacked(old.entries, layout, smoothing, like=q), chunk), dim=2)
+    vectors = _appended(old.entries, chunk, layout, smoothing)
     scores = None
     if sequence.scored:
         new = old.scores.new_zeros((len(old.scores), len(k)))
@@ -132,7 +133,7 @@ def append_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, slots: to
         scores = old.scores.new_zeros((len(old.scores), keys.shape[1]))
     _evict(torch.cat((old.entries, entries), dim=2), scores.to(slots.device), old.positions,
            slots=slots, sequence=sequence, state=state,
-           vectors=vectors.to(slots.device) if state.eviction.needs else None)
+           vectors=[x.to(slots.device) for x in vectors] if state.eviction.needs else None)
     return out
 
 
@@ -142,10 +143,9 @@ def _append_in_order(q, chunk, entries, *, slots, cached, layout, attention, smo
     end = cached + len(q)
     slots[:, :, cached:end] = entries
     if layout is None and smoothing is None:
-        keys, values = slots[:, :, :end].to(q.device)
+        keys, values = ops.split_vectors(slots[:, :, :end].to(q.device), chunk[1])
     else:  # the chunk's own vectors are exact, as a new token's are in a decode step
-        old = _unpacked(slots[:, :, :cached], layout, smoothing, like=q)
-        keys, values = torch.cat((old, chunk), dim=2)
+        keys, values = _appended(slots[:, :, :cached], chunk, layout, smoothing)
     return _causal_attention(q, keys, values, scores=None, decay=1.0, attention=attention)
 
 
@@ -159,7 +159,7 @@ def _causal_attention(q, keys, values, *, scores, decay, attention) -> torch.Ten
 def _window_attention(q, keys, values, positions, *, scores, decay, attention) -> torch.Tensor:
     """Attend within a window over tokens at ascending positions [kv_heads, tokens] with gaps."""
     heads, tokens = positions.shape
-    rows, out = len(q), torch.empty_like(q)
+    rows, out = len(q), q.new_empty((*q.shape[:2], values.shape[-1]))
     keys, values = keys.float(), values.float()
     sinks = None if attention.sinks is None else attention.sinks.view(heads, -1, 1, 1)
     if scores is not None:
@@ -197,21 +197,23 @@ def _ordered_entries(slots: torch.Tensor, state: EvictionState, cached: int) -> 
     return _CachedEntries(slots.gather(2, index), state.scores[0].gather(1, order), positions)
 
 
-def _unpacked(entries: torch.Tensor, layout: CacheLayout | None, smoothing: KeySmoothing | None,
-              *, like: torch.Tensor) -> torch.Tensor:
-    """Return entries as vectors before smoothing, [2, kv_heads, tokens, head_dim].
+def _appended(entries: torch.Tensor, chunk: tuple[torch.Tensor, torch.Tensor],
+              layout: CacheLayout | None, smoothing: KeySmoothing | None) -> list[torch.Tensor]:
+    """Return keys and values before smoothing: of entries, then of a chunk.
 
-    They have the dtype and device of `like`.
+    They are [kv_heads, tokens, head_dim] each, of the chunk's dtype and device.
     """
-    keys, values = ops.unpack_slots(entries, layout).to(like.device)
+    unpacked = ops.unpack_slots(entries, layout).to(chunk[0].device)
+    keys, values = ops.split_vectors(unpacked, chunk[1])
     if smoothing is not None:
         keys = smoothing.restored(keys)
-    return torch.stack((keys.to(like), values.to(like)))
+    return [torch.cat((old.to(new), new), dim=1)
+            for old, new in zip((keys, values), chunk, strict=True)]
 
 
 def _evict(entries: torch.Tensor, scores: torch.Tensor, old_positions: torch.Tensor, *,
            slots: torch.Tensor, sequence: SequenceState, state: EvictionState,
-           vectors: torch.Tensor | None) -> None:
+           vectors: Sequence[torch.Tensor] | None) -> None:
     """Keep the budget's tokens of a cache with a chunk, in the first slots by position.
 
     Parameters
@@ -222,7 +224,7 @@ def _evict(entries: torch.Tensor, scores: torch.Tensor, old_positions: torch.Ten
     old_positions : int32 Tensor [kv_heads, cached]
     slots, sequence, state
         See `append_chunk`; `slots` and `state` are written.
-    vectors : Tensor [2, kv_heads, tokens, head_dim] or None
+    vectors : pair of Tensor [kv_heads, tokens, head_dim] or None
         Keys and values, if the eviction policy needs them.
     """
     heads, tokens = scores.shape

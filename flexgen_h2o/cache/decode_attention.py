@@ -23,7 +23,7 @@ class PendingAttention:
 
     Attributes
     ----------
-    outputs : dict of int to Tensor [sequences, heads, head_dim]
+    outputs : dict of int to Tensor [sequences, heads, elements of a value]
         Outputs of each part, by the part's first sequence.
     handles : list of Handle
         Jobs that still fill some of the outputs.
@@ -33,7 +33,7 @@ class PendingAttention:
     handles: list[Handle] = field(default_factory=list)
 
     def result(self, transfers: Transfers) -> Tensor:
-        """Return [sequences, heads, head_dim] of the whole batch, ready for compute.
+        """Return [sequences, heads, elements of a value] of the whole batch, ready for compute.
 
         Raise the errors of attention on the host.
         """
@@ -87,13 +87,13 @@ class HostAttentionQueue:
 
         Returns
         -------
-        Tensor like q, on the device
+        Tensor [rows, heads, elements of a value], on the device
         Handle
             The output is filled when this is done.
         """
         shapes = [x.shape[1:] for x in (q, k, v)]
         packed = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
-        out = q.new_empty(q.shape)
+        out = q.new_empty((*q.shape[:2], v.shape[-1]))
 
         def job(lane: Lane) -> None:
             inputs, outputs = self._host_buffers(packed, out)

@@ -338,7 +338,8 @@ class KVCache:
                       capture: cpu_library.CapturedCalls) -> None:
         """Capture `attend_token`: a replay reads q, k and v and writes `out`, like q.
 
-        It caches the token of the last `prepare_replay`.
+        It caches the token of the last `prepare_replay`. If values have fewer elements than keys,
+        the last elements of `out` are the output.
         """
         self._token_attention.capture(layer, batch, q, k, v, rope=rope, sinks=sinks, out=out,
                                       capture=capture)

@@ -19,7 +19,7 @@ class SlotLayout:
     """Contents of a slot: `kinds` entries of `width` elements of `dtype` for each KV head.
 
     An entry is a key or value in the run's dtype, or its quantized groups in bytes. The kinds are
-    keys and values, or one kind whose entries hold both (`CacheLayout`).
+    keys and values, or one kind whose entries hold both (`CacheLayout`, `CacheShape.latent`).
     """
 
     kv_heads: int
@@ -59,6 +59,8 @@ class CacheShape:
         Share of the cached values that a new token reads (`kernels.reference.sparse`).
     attention : tuple of AttentionVariant
         Variant of each layer. Empty: all layers have the default variant.
+    latent : bool
+        Slots hold keys only, and a value is the end of its key (`config.layers.LatentConfig`).
     """
 
     num_layers: int
@@ -68,6 +70,7 @@ class CacheShape:
     layout: CacheLayout | None = None
     attn_sparsity: float = 1.0
     attention: tuple[AttentionVariant, ...] = ()
+    latent: bool = False
 
     def attention_variant(self, layer: int) -> AttentionVariant:
         """Return the variant of attention of a layer."""
@@ -76,7 +79,7 @@ class CacheShape:
     def slot_layout(self, *, quantized: bool = True) -> SlotLayout:
         """Return the contents of a slot, in the run's dtype unless the cache is quantized."""
         if self.layout is None or not quantized:
-            return SlotLayout(self.kv_heads, self.head_dim, self.dtype)
+            return SlotLayout(self.kv_heads, self.head_dim, self.dtype, 1 if self.latent else 2)
         return SlotLayout(self.kv_heads, self.layout.width, torch.uint8, self.layout.kinds)
 
     def token_bytes(self) -> int:

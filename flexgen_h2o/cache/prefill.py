@@ -81,7 +81,7 @@ class PromptAttention:
 
         Returns
         -------
-        Tensor [rows, heads, head_dim]
+        Tensor [rows, heads, elements of a value]
         """
         batch_layout = self._batch_layouts[batch]
         rolling = rope is not None and self._evictions.rolls(layer, batch)
@@ -160,9 +160,10 @@ class PromptAttention:
         """Attend from a chunk over its whole prompt so far; cut the prompt at its end."""
         part = next(part for part in self._prompt_parts if span.sequence < part.last)
         prompt = part.get(layer, batch)[:, span.sequence - part.first]
-        for target, new in zip(prompt, (k, v), strict=True):
+        for target, new in zip(prompt, (k, v), strict=False):  # a latent cache has keys only
             target[:, span.start : span.end] = new.transpose(0, 1)
-        cached, values = prompt[:, :, : span.end].to(q.device).transpose(1, 2)
+        cached, values = ops.split_vectors(
+            prompt[:, :, : span.end].to(q.device).transpose(1, 2), v)
         keys = cached
         if self._evictions.rolls(layer, batch):
             tables = self._evictions.rope_tables(span.end)
@@ -227,9 +228,9 @@ class PromptAttention:
                      ) -> None:
         """Put prompts that nothing is evicted from into their first slots."""
         layout = self._shape.layout
-        for targets, x, groups in zip(
+        for targets, x, groups in zip(  # a latent cache has keys only
                 split_slots(slots, layout), packed,
-                (None, None) if layout is None else (layout.keys, layout.values), strict=True):
+                (None, None) if layout is None else (layout.keys, layout.values), strict=False):
             x = x if groups is None else ops.quantize_groups(x, groups)
             for target, rows in zip(targets, x.split([cut.length for cut in cuts]), strict=True):
                 target[:, : len(rows)] = rows.transpose(0, 1)

@@ -207,7 +207,7 @@ class Recall:
 
         Returns
         -------
-        out : Tensor like q
+        out : Tensor [sequences, heads, elements of a value]
         slots : int64 Tensor [sequences, kv_heads]
             The slot of each new token.
         """
@@ -252,8 +252,9 @@ class Recall:
             step.metadata.new_empty((len(q), self._shape.kv_heads, top_k)))
         native_recall.select_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
                                   top_k=top_k, variant=variant, out=selected, capture=capture)
-        native_recall.recall_attention(q, k, v, slots=slots, selected=selected,
-                                       metadata=step.metadata, layout=self._shape.layout,
+        values, kernel_slots, layout = ops.kernel_values(k, v, slots, self._shape.layout)
+        native_recall.recall_attention(q, k, values, slots=kernel_slots, selected=selected,
+                                       metadata=step.metadata, layout=layout,
                                        variant=variant, out=out, capture=capture)
         native_recall.index_keys(self._keys(slots), index, step.spans, layout=self._layout,
                                  key_layout=self._key_groups, capture=capture)

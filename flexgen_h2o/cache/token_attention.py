@@ -263,7 +263,8 @@ class TokenAttention:
             return
         assert self._evictions.eviction.policy is None, "kernels lack this policy"
         state = EvictionArguments.from_state(self._evictions.state(layer, batch, part))
-        native.decode_attention(q, k, v, slots=part.get(layer, batch), layout=self._shape.layout,
+        values, slots, layout = ops.kernel_values(k, v, part.get(layer, batch), self._shape.layout)
+        native.decode_attention(q, k, values, slots=slots, layout=layout,
                                 metadata=self._step_metadata.newest(layer, batch, part),
                                 eviction=state, out=out, capture=capture, variant=arguments)
 

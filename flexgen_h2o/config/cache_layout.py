@@ -103,43 +103,52 @@ class CacheLayout:
     If keys and values have the same layout, slots are ``[2, ..., slots, width]``, as in a cache of
     plain vectors. Otherwise a slot holds both, the key first: ``[1, ..., slots, width]``. Code
     that moves slots needs no knowledge of their contents.
+
+    Without `values`, the cache is of latent attention: slots ``[1, ..., slots, width]`` hold keys
+    only, and a value is the last elements of its key. Plain slots of one kind are alike.
     """
 
     keys: GroupLayout
-    values: GroupLayout
+    values: GroupLayout | None
 
     @classmethod
-    def from_bits(cls, length: int, key_bits: int, value_bits: int | None = None
-                  ) -> CacheLayout | None:
+    def from_bits(cls, length: int, key_bits: int, value_bits: int | None = None, *,
+                  latent: bool = False) -> CacheLayout | None:
         """Return the layout of vectors of `length` elements; None for 16 bits.
 
-        `value_bits` is `key_bits` by default.
+        `value_bits` is `key_bits` by default. A `latent` cache holds keys only.
         """
         value_bits = key_bits if value_bits is None else value_bits
         if key_bits == value_bits == 16:
             return None
-        return cls(GroupLayout(length, key_bits), GroupLayout(length, value_bits))
+        values = None if latent else GroupLayout(length, value_bits)
+        return cls(GroupLayout(length, key_bits), values)
 
     @cached_property
     def mixed(self) -> bool:
         """Whether key and value have different layouts, and lie side by side in a slot."""
-        return self.keys != self.values
+        return self.values is not None and self.keys != self.values
 
     @cached_property
     def kinds(self) -> int:
         """The size of the first axis of slots."""
-        return 1 if self.mixed else 2
+        return 2 if self.keys == self.values else 1
 
     @cached_property
     def width(self) -> int:
         """Bytes of a slot: the size of its last axis."""
-        return self.keys.nbytes + self.values.nbytes if self.mixed else self.keys.nbytes
+        if self.values is None or not self.mixed:
+            return self.keys.nbytes
+        return self.keys.nbytes + self.values.nbytes
 
 
-def split_slots(slots: Any, layout: CacheLayout | None) -> tuple[Any, Any]:
-    """Return views of the keys and the values of slots; a layout of None means plain vectors."""
+def split_slots(slots: Any, layout: CacheLayout | None) -> tuple[Any, ...]:
+    """Return views of the keys of slots, and of the values unless they are part of the keys.
+
+    A layout of None means plain vectors.
+    """
     if layout is None or not layout.mixed:
-        return slots[0], slots[1]
+        return tuple(slots)
     return slots[0][..., : layout.keys.nbytes], slots[0][..., layout.keys.nbytes :]
 
 
@@ -206,9 +215,9 @@ class CacheOptions:
         assert self.key_bits is not None and self.value_bits is not None
         return self.key_bits, self.value_bits
 
-    def layout(self, head_dim: int) -> CacheLayout | None:
-        """Return the layout of slots; None for 16 bits."""
-        return CacheLayout.from_bits(head_dim, *self.kind_bits)
+    def layout(self, head_dim: int, *, latent: bool = False) -> CacheLayout | None:
+        """Return the layout of slots; None for 16 bits. See `CacheLayout` for `latent`."""
+        return CacheLayout.from_bits(head_dim, *self.kind_bits, latent=latent)
 
     @property
     def evicts(self) -> bool:

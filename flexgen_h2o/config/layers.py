@@ -1,4 +1,4 @@
-"""Configuration of decoder layers: attention variant, mixture of experts. Torch-free."""
+"""Configuration of decoder layers: attention, mixture of experts. Torch-free."""
 
 from __future__ import annotations
 
@@ -58,6 +58,49 @@ class AttentionVariant:
 
 
 DEFAULT_VARIANT = AttentionVariant()
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    Keys and values of all heads are linear maps of one latent per token. The maps of keys are
+    absorbed by the queries, and those of values by the output: the cache has one KV head, whose key
+    is the rotated key that all heads share and then the latent. The latent is also the value.
+
+    Attributes
+    ----------
+    rank : int
+        Elements of the latent.
+    rope_dim : int
+        Elements of a head's queries and keys that rotate.
+    nope_dim : int
+        The other elements of a head's queries and keys.
+    value_dim : int
+        Elements of a head's values.
+    query_rank : int
+        Width of the latent of queries; 0: queries are projected from the hidden states.
+    interleaved : bool
+        Pairs of rotated elements are adjacent in a checkpoint's matrices.
+    """
+
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    query_rank: int = 0
+    interleaved: bool = True
+
+    @property
+    def key_dim(self) -> int:
+        """Elements of a cached key."""
+        return self.rope_dim + self.rank
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query before its map of keys is absorbed."""
+        return self.nope_dim + self.rope_dim
+
 
 MAX_EXPERT_LOADS = 16
 """Upper limit of the experts that are being loaded: enough to keep a disk busy. Each takes a slot

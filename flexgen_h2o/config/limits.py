@@ -121,6 +121,10 @@ QUERY_LANES = 64
 """Maximum queries that a thread attends with at once, holding the attention weights of each. With
 AMX it may be twice as many, with the weights of some keys only."""
 
+BLOCK_BYTES = 32 << 20
+"""Size of a block's logits where PyTorch's matmuls attend within prompts. A few buffers have this
+size, so memory is linear in the tokens."""
+
 SLOT_TILE = 64
 """Cache slots whose keys or values a thread dequantizes at once."""
 

@@ -57,7 +57,7 @@ class _CapturedLayer:
         The layer's input and output.
     qkv : tuple of Tensor
         Queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim].
-    attended : Tensor [rows, heads, head_dim]
+    attended : Tensor [rows, heads, elements of a value]
         The output of attention.
     after : CapturedCalls
         The part after attention, if the cache cannot capture.
@@ -149,7 +149,7 @@ class CapturedLayers:
         attend : callable (step, x, q, k, v) -> Tensor
             Attention over new tokens, if the cache cannot capture. x [rows, hidden] is the layer's
             input; q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] are not rotated.
-            The result has the shape of q.
+            The result is [rows, heads, elements of a value].
         """
         layer = self._layers.get((step.layer, step.batch))
         if layer is None:
@@ -168,12 +168,13 @@ class CapturedLayers:
         q, k, v = self._family.attention_inputs(config, weights, x, operations)
         if batch not in self._attended:
             self._attended[batch] = torch.empty(q.shape, dtype=q.dtype)
-        attended = self._attended[batch]
+        out = self._attended[batch]
+        attended = out[..., k.shape[-1] - v.shape[-1] :]
         if self._captures_attention:
             ropes = self._rope[batch]
             rope = ropes[config.rope_number(self._first + cache_layer)] if ropes else None
             self._workspace.cache.capture_token(cache_layer, batch, q, k, v, rope=rope,
-                                             sinks=weights.get("sinks"), out=attended,
+                                             sinks=weights.get("sinks"), out=out,
                                              capture=calls)
         else:
             calls = CapturedCalls()

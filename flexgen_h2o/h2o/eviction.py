@@ -60,7 +60,7 @@ class Eviction:
         return min(cut.length, cut.heavy + cut.recent + self.sinks)
 
     def select(self, scores: torch.Tensor, cut: Cut, positions: torch.Tensor | None = None,
-               *, vectors: torch.Tensor | None = None) -> torch.Tensor:
+               *, vectors: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """Return the tokens of a prompt that stay: sinks, recent tokens, the heaviest of the rest.
 
         Ties are broken in favor of the newer token.
@@ -71,7 +71,7 @@ class Eviction:
             Accumulated over all queries of the prompt; any finite values if ``heavy`` is 0.
         positions : int Tensor [kv_heads, cut.length], optional
             Positions of the tokens, ascending. No sink may be missing. None: 0, 1, 2 and so on.
-        vectors : Tensor [2, kv_heads, cut.length, head_dim], optional
+        vectors : pair of Tensor [kv_heads, cut.length, head_dim], optional
             Keys and values, for a policy that needs them.
 
         Returns
@@ -97,7 +97,8 @@ class Eviction:
         return torch.cat([sinks, heavy, recent], dim=-1)
 
     def victims(self, scores: torch.Tensor, positions: torch.Tensor, *, tokens: torch.Tensor,
-                recent: torch.Tensor, vectors: torch.Tensor | None = None) -> torch.Tensor:
+                recent: torch.Tensor, vectors: Sequence[torch.Tensor] | None = None
+                ) -> torch.Tensor:
         """Return the slot with the lowest score outside sinks and recent tokens.
 
         Tokens outside of the window come first. Of equal scores the oldest token is evicted. Where
@@ -114,7 +115,7 @@ class Eviction:
             Tokens so far, the new one included.
         recent : int Tensor [sequences]
             Recent tokens of the budget, at least 1.
-        vectors : Tensor [2, sequences, kv_heads, slots, head_dim], optional
+        vectors : pair of Tensor [sequences, kv_heads, slots, head_dim], optional
             Keys and values, for a policy that needs them.
 
         Returns
@@ -136,7 +137,7 @@ class Eviction:
         """``"keys"`` and ``"values"`` if the score uses them."""
         return () if self.policy is None else self.policy.needs
 
-    def _score(self, state: PolicyState, vectors: torch.Tensor | None) -> torch.Tensor:
+    def _score(self, state: PolicyState, vectors: Sequence[torch.Tensor] | None) -> torch.Tensor:
         """Return the policy's scores of a state."""
         policy = self.policy or policy_named("mean" if self.mean else "sum")
         return policy.scores(state, vectors)

@@ -16,7 +16,7 @@ registered policies run through the reference operations in plain PyTorch (`kern
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,7 +45,7 @@ class PolicyState:
         ``tokens - 1``.
     keys, values : float32 Tensor [..., kv_heads, keys, head_dim], or None
         Cached vectors: keys before rotation if positions roll. 0 in empty slots; None unless the
-        policy needs them.
+        policy needs them. With latent attention a value is the latent, the end of its key.
     """
 
     attention: torch.Tensor
@@ -100,14 +100,15 @@ class ScorePolicy:
         """True if the kernels implement it."""
         return self.name in names.KERNELS
 
-    def scores(self, state: PolicyState, vectors: torch.Tensor | None = None) -> torch.Tensor:
+    def scores(self, state: PolicyState, vectors: Sequence[torch.Tensor] | None = None
+               ) -> torch.Tensor:
         """Return the scores of a state, float32 [..., kv_heads, keys].
 
         Parameters
         ----------
         state : PolicyState
             Without keys and values.
-        vectors : Tensor [2, ..., kv_heads, keys, head_dim], optional
+        vectors : pair of Tensor [..., kv_heads, keys, head_dim], optional
             Keys and values, for policies that need them.
 
         Raises

@@ -222,7 +222,7 @@ class SimulatedCache:
             keys = cache.keys
             if self._h2o.positions != "rolling":  # keys are cached after rotation
                 keys = self._rotate(keys, position[None], layer)
-            vectors = torch.stack((keys, cache.values)).masked_fill(empty[..., None], 0)
+            vectors = [x.masked_fill(empty[..., None], 0) for x in (keys, cache.values)]
         return self._policy.scores(state, vectors)
 
     def _budget(self, key: tuple[int, int, int]) -> Budget | None:

@@ -135,6 +135,24 @@ def _has_custom_policy(state: EvictionState | None) -> bool:
     return True
 
 
+def _is_latent(k: Tensor, v: Tensor) -> bool:
+    """Return True if values are the last elements of the keys."""
+    return v.shape[-1] < k.shape[-1]
+
+
+def kernel_values(k: Tensor, v: Tensor, slots: Tensor, layout: CacheLayout | None
+                  ) -> tuple[Tensor, Tensor, CacheLayout | None]:
+    """Return values, slots and their layout as the kernels take them.
+
+    Values that are part of the keys become whole keys, in the same slots. The last elements of the
+    kernels' output are then the result.
+    """
+    if not _is_latent(k, v):
+        return v, slots, layout
+    layout = None if layout is None else replace(layout, values=layout.keys)
+    return k, slots.expand(2, -1, -1, -1, -1), layout
+
+
 @functools.cache
 def _log_custom_policy(name: str) -> None:
     _log.warning("the policy %r is none of the kernels' own: its decode attention and eviction run "
@@ -151,6 +169,10 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *
     """
     if variant.window is not None and variant.window >= max(key_lengths or lengths, default=0):
         variant = replace(variant, window=None)
+    if _is_latent(k, v) and not _is_forced():
+        return torch_ops.blockwise_prefill_attention(
+            q, k, v, lengths, key_lengths or lengths, scores, decay,
+            VariantArguments.from_variant(variant, sinks))
     whole = scores is None and key_lengths is None and torch_ops.sdpa_supports(variant)
     if whole and not _is_forced() and (
             not _has_kernels(q.device.type) or variant.window is None and (
@@ -169,10 +191,11 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
                          layout: CacheLayout | None = None) -> None:
     """Cut prompts to their budgets: `reference.attention.select_heavy_hitters`, without a sort."""
     kernel = _kernel("select_heavy_hitters", k)
-    if kernel is None or _has_custom_policy(state):
+    if kernel is None or k.is_cuda and _is_latent(k, v) or _has_custom_policy(state):
         reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                        layout=layout)
         return
+    v, slots, layout = kernel_values(k, v, slots, layout)
     kernel(k, v, scores, cuts=list(chain.from_iterable(cuts)), slots=slots, layout=layout,
            eviction=EvictionArguments.from_state(state))
 
@@ -187,13 +210,16 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     """
     kernel = _kernel("decode_attention", q)
     restores = state is not None and state.ranks is not None and state.smoothing is not None
-    if kernel is None or _has_custom_policy(state) or q.is_cuda and restores:
+    if (kernel is None or _has_custom_policy(state)
+            or q.is_cuda and (restores or _is_latent(k, v))):
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
                                           state=state, variant=variant, sinks=sinks,
                                           offsets=offsets)
-    return kernel(q, k, v, slots=slots, metadata=metadata, layout=layout,
-                  eviction=EvictionArguments.from_state(state),
-                  variant=VariantArguments.from_variant(variant, sinks, offsets))
+    values, slots, layout = kernel_values(k, v, slots, layout)
+    out, written_slots = kernel(q, k, values, slots=slots, metadata=metadata, layout=layout,
+                                eviction=EvictionArguments.from_state(state),
+                                variant=VariantArguments.from_variant(variant, sinks, offsets))
+    return out[..., k.shape[-1] - v.shape[-1] :], written_slots
 
 
 select_values = reference_sparse.select_values
@@ -235,13 +261,15 @@ def recall_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected
 
     The kernels read no other slots. With queries on a GPU, slots may be in page-locked host memory.
     """
-    options = {"slots": slots, "selected": selected, "metadata": metadata, "layout": layout}
+    options = {"selected": selected, "metadata": metadata}
     kernel = _kernel("recall_attention", q)
-    if kernel is None:
-        return reference_recall.recall_attention(q, k, v, **options, variant=variant, sinks=sinks,
-                                                 offsets=offsets)
-    return kernel(q, k, v, **options,
-                  variant=VariantArguments.from_variant(variant, sinks, offsets))
+    if kernel is None or q.is_cuda and _is_latent(k, v):
+        return reference_recall.recall_attention(q, k, v, **options, slots=slots, layout=layout,
+                                                 variant=variant, sinks=sinks, offsets=offsets)
+    values, slots, layout = kernel_values(k, v, slots, layout)
+    out, written_slots = kernel(q, k, values, **options, slots=slots, layout=layout,
+                                variant=VariantArguments.from_variant(variant, sinks, offsets))
+    return out[..., k.shape[-1] - v.shape[-1] :], written_slots
 
 
 def assign_slots(selected: Tensor, first_recent: Tensor, *, slot_of: Tensor, token_of: Tensor,
@@ -319,6 +347,10 @@ def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
 def dequantize_groups(packed: Tensor, layout: GroupLayout) -> Tensor:
     """Dequantize vectors: `reference.attention.dequantize_groups`."""
     return (_kernel("dequantize_groups", packed) or reference.dequantize_groups)(packed, layout)
+
+
+stack_vectors = reference.stack_vectors
+split_vectors = reference.split_vectors
 
 
 def pack_slots(vectors: Tensor, layout: CacheLayout | None) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
+from flexgen_h2o.config.limits import BLOCK_BYTES
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, VariantArguments
 from flexgen_h2o.kernels.dispatch import gpu_of, has_tensor_cores
 
@@ -28,10 +29,6 @@ QUERY_BLOCK = 256
 SQUARE_BELOW = 768
 """PyTorch's CPU kernel skips masked keys by blocks of 512, so below this length it computes the
 whole square. Split into blocks of `QUERY_BLOCK` queries, 512 tokens take 0.8 of the time."""
-
-BLOCK_BYTES = 32 << 20
-"""Size of a block's logits in `blockwise_prefill_attention`. A few buffers have this size, so
-memory is linear in the tokens."""
 
 
 def chunk_rows(x: Tensor) -> int:
@@ -126,10 +123,11 @@ def blockwise_prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequen
                                 variant: VariantArguments = DEFAULT_ARGUMENTS) -> Tensor:
     """Run `reference.attention.prefill_attention` with matmuls, a block of queries at a time.
 
-    For GPUs whose tensor cores PyTorch's matmuls use and Triton does not, and for float32
-    (`dispatch.GPU_TABLE`). Keys that no query of a block sees are skipped.
+    For GPUs whose tensor cores PyTorch's matmuls use and Triton does not, for float32
+    (`dispatch.GPU_TABLE`), and for values of another width than keys. Keys that no query of a block
+    sees are skipped.
     """
-    out = q.new_empty(q.shape)
+    out = q.new_empty((*q.shape[:2], v.shape[-1]))
     received = [None] * len(lengths) if scores is None else scores.split(list(key_lengths), dim=1)
     for sequence in zip(q.split(list(lengths)), k.split(list(key_lengths)),
                         v.split(list(key_lengths)),
@@ -140,7 +138,7 @@ def blockwise_prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequen
 
 def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, out: Tensor, *,
                      decay: float, variant: VariantArguments) -> None:
-    """Compute attention of one sequence: q and out [rows, heads, head_dim]."""
+    """Compute attention of one sequence; out is [rows, heads, elements of a value]."""
     (rows, heads, dim), (tokens, kv_heads, _) = q.shape, k.shape
     keys, values = k.permute(1, 2, 0), v.transpose(0, 1)
     if scores is not None and decay != 1:

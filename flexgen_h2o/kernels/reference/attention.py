@@ -35,7 +35,8 @@ def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=
     ----------
     q : Tensor [rows, heads, head_dim]
     k, v : Tensor [key_rows, kv_heads, head_dim]
-        Rows of all sequences, concatenated; heads is a multiple of kv_heads. Any strides.
+        Rows of all sequences, concatenated; heads is a multiple of kv_heads. Any strides. Values
+        may have fewer elements than keys.
     lengths : list of int
         Query rows of each sequence; their sum is rows.
     key_lengths : list of int, optional
@@ -52,9 +53,9 @@ def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=
 
     Returns
     -------
-    Tensor [rows, heads, head_dim]
+    Tensor [rows, heads, elements of a value]
     """
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], v.shape[-1]))
     key_lengths = lengths if key_lengths is None else key_lengths
     all_scores = [None] * len(lengths) if scores is None else scores.split(key_lengths, dim=1)
     for sequence in zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths), all_scores,
@@ -98,7 +99,8 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
     Parameters
     ----------
     k, v : Tensor [rows, kv_heads, head_dim]
-        Rows of all prompts, concatenated. Any strides.
+        Rows of all prompts, concatenated. Any strides. Values with fewer elements are the last
+        elements of the keys, and are not stored.
     scores : float32 Tensor [kv_heads, rows] or None
         Attention score of every key. None: all 0, for cuts that do not depend on scores.
     cuts : sequence of Cut
@@ -122,14 +124,14 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
             strict=True)):
         vectors = None
         if state.eviction.needs:
-            vectors = torch.stack((keys, values)).transpose(1, 2)
+            vectors = keys.transpose(0, 1), values.transpose(0, 1)
             if state.smoothing is not None:  # policies see unsmoothed keys
-                vectors = torch.stack((state.smoothing.restored(vectors[0]), vectors[1].float()))
+                vectors = state.smoothing.restored(vectors[0]), vectors[1]
         index = state.eviction.select(prompt_scores, cut, vectors=vectors)
         num_kept = index.shape[1]
-        place = index[..., None].expand(-1, -1, k.shape[-1])
-        kept_vectors = torch.stack([x.transpose(0, 1).gather(1, place) for x in (keys, values)])
-        slots[:, sequence, :, :num_kept] = pack_slots(kept_vectors, layout)
+        kept_vectors = (x.transpose(0, 1).gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+                        for x in (keys, values))
+        slots[:, sequence, :, :num_kept] = pack_slots(stack_vectors(*kept_vectors), layout)
         state.scores[sequence, :, :num_kept] = prompt_scores.gather(1, index)
         state.positions[sequence, :, :num_kept] = index.to(torch.int32)
         if state.ranks is not None:
@@ -149,10 +151,12 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, varia
     q : Tensor [sequences, heads, head_dim]
     k, v : Tensor [sequences, kv_heads, head_dim]
         Key and value of the new token. With rolling positions (`state.ranks`), q and k are not
-        rotated and k is not smoothed (`state.smoothing`); otherwise they are.
+        rotated and k is not smoothed (`state.smoothing`); otherwise they are. Values with fewer
+        elements are the last elements of the keys, which rotation and smoothing do not change.
     slots : Tensor [kinds, sequences, kv_heads, slots, width]
         Cached keys and values: head_dim floats of k's dtype, or uint8 in the format of `layout`;
-        one slot per head is written. Any strides, but contiguous in the last dimension.
+        one slot per head is written. Any strides, but contiguous in the last dimension. One kind
+        if values are part of the keys.
     metadata : int32 Tensor [4, sequences]
         Rows: the number of slots that hold a token, which are the first ones (the content of the
         others, NaN included, has no effect); the number of tokens so far, with the new one and the
@@ -172,14 +176,14 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, varia
 
     Returns
     -------
-    out : Tensor [sequences, heads, head_dim]
+    out : Tensor [sequences, heads, elements of a value]
     written_slots : int64 Tensor [sequences, kv_heads]
         The slot of each new token.
     """
     cached, tokens, recent, full = metadata.long()
     kv_heads, n = slots.shape[2:4]
     filled = (torch.arange(n, device=q.device) < cached[:, None])[:, None]  # of every head
-    keys, values = (x.float() for x in unpack_slots(slots, layout))
+    keys, values = split_vectors(unpack_slots(slots, layout).float(), v)
     query, key, value = q.float(), k.float(), v.float()
     smoothing = None if state is None else state.smoothing
     rolls = state is not None and state.ranks is not None
@@ -213,7 +217,7 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, varia
         if smoothing is not None and not rolls:
             new_key = smoothing.restored(k[:, :, None])[:, :, 0]
         victims = _victims(state, metadata.long(), received[..., n:], cached_vectors,
-                           torch.stack((new_key.float(), v.float())))
+                           (new_key.float(), v.float()))
         written_slots = torch.where(full[:, None] == 1, victims, written_slots)
         _update_state(state, metadata.long(), written_slots[..., None], received[..., n:])
     if rolls and smoothing is not None:
@@ -233,7 +237,7 @@ def _victims(state, metadata, new_scores, cached_vectors, new):
         Attention score of the new token, which a user's policy considers as a candidate.
     cached_vectors : pair of Tensor [sequences, kv_heads, slots, head_dim]
         Cached keys and values.
-    new : Tensor [2, sequences, kv_heads, head_dim]
+    new : pair of Tensor [sequences, kv_heads, head_dim]
         Key and value of the new token.
     """
     cached, tokens, recent, _ = metadata
@@ -245,15 +249,15 @@ def _victims(state, metadata, new_scores, cached_vectors, new):
     vectors = None
     if state.eviction.needs:
         filled = (state.positions != EMPTY)[..., None]
-        old = torch.stack(cached_vectors).masked_fill(~filled, 0)
-        vectors = torch.cat((old, new[..., None, :]), dim=-2)
+        vectors = [torch.cat((old.masked_fill(~filled, 0), fresh[..., None, :]), dim=-2)
+                   for old, fresh in zip(cached_vectors, new, strict=True)]
     return state.eviction.victims(scores, positions, tokens=tokens, recent=recent,
                                   vectors=vectors)
 
 
 def cache_token(k, v, *, slots, written_slots, layout):
     """Write the keys and values of new tokens to slots `written_slots` [sequences, kv_heads]."""
-    fresh = pack_slots(torch.stack((k, v)), layout)
+    fresh = pack_slots(stack_vectors(k, v), layout)
     sequence, head = (torch.arange(n, device=k.device) for n in written_slots.shape)
     # Not scatter_, which copies all slots of 16-bit floats.
     slots[:, sequence[:, None], head, written_slots] = fresh.to(slots.dtype)
@@ -352,12 +356,26 @@ def dequantize_groups(packed, layout):
     return (zeros + scales * codes).flatten(-2)
 
 
+def stack_vectors(keys, values):
+    """Return keys and values as one tensor [2, ..., length].
+
+    Values with fewer elements are part of the keys: the result is a view of these, [1, ...].
+    """
+    return keys[None] if values.shape[-1] < keys.shape[-1] else torch.stack((keys, values))
+
+
+def split_vectors(vectors, values_like):
+    """Return the keys and values of `stack_vectors`; values have the width of `values_like`."""
+    return vectors[0], vectors[-1][..., vectors.shape[-1] - values_like.shape[-1] :]
+
+
 def pack_slots(vectors, layout, *, quantize=quantize_groups):
     """Convert keys and values to the format of cache slots.
 
     Parameters
     ----------
     vectors : Tensor [2, ..., length]
+        Or [1, ..., length] for a cache of keys only.
     layout : CacheLayout or None
     quantize : callable
         `quantize_groups` or an equivalent kernel.
@@ -375,7 +393,7 @@ def pack_slots(vectors, layout, *, quantize=quantize_groups):
 
 
 def unpack_slots(packed, layout, *, dequantize=dequantize_groups):
-    """Convert cache slots to keys and values [2, ..., length], the inverse of `pack_slots`."""
+    """Convert cache slots to vectors [2 or 1, ..., length], the inverse of `pack_slots`."""
     if layout is None:
         return packed
     if not layout.mixed:

@@ -14,7 +14,12 @@ from flexgen_h2o.config.layers import DEFAULT_VARIANT
 from flexgen_h2o.config.limits import INDEX_TILE, MEAN_SHIFT
 from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.h2o.recall import index_codes, index_weights, select_tokens
-from flexgen_h2o.kernels.reference.attention import cache_token, dequantize_groups, unpack_slots
+from flexgen_h2o.kernels.reference.attention import (
+    cache_token,
+    dequantize_groups,
+    split_vectors,
+    unpack_slots,
+)
 
 
 def index_keys(keys, index, spans, *, layout, key_layout=None):
@@ -175,7 +180,7 @@ def recall_attention(q, k, v, *, slots, selected, metadata, layout=None, variant
     filled = (torch.arange(top_k, device=q.device) < counts[:, None])[:, None]
     at = selected.long().where(filled, 0)[None, ..., None].expand(
         len(slots), -1, -1, -1, slots.shape[-1])
-    cached = unpack_slots(slots.gather(3, at), layout)
+    cached = split_vectors(unpack_slots(slots.gather(3, at), layout), v)
     keys, values = (
         torch.cat([x.float().masked_fill(~filled[..., None], 0), new.float()[:, :, None]], dim=2)
         for x, new in zip(cached, (k, v), strict=True))
