@@ -292,7 +292,7 @@ def _check_model(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> Non
     """Check that model and device support the flags, without the lengths of texts."""
     if config.percent != AUTO:
         config.policy().check_device(has_gpu=has_gpu)
-    check_cache(model, config.h2o())
+    check_cache(model, config.cache())
     check_experts(model, config.policy())
     if config.synthetic:
         check_length(model, config.h2o(), prompt="--prompt-len", length=config.prompt_len,

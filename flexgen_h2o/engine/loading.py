@@ -67,7 +67,7 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
         source = find_model(args.model, path=args.path, dtype=args.dtype, bits=args.weight_bits,
                             activation_bits=args.activation_bits, device=device, progress=bar,
                             generation_config=args.generation_config)
-    check_cache(source.config, h2o)
+    check_cache(source.config, args.cache)
     check_halves(source.config, policy)
     check_experts(source.config, policy)
     cache = replace(args.cache, h2o=add_windows(h2o, source.config.attention))

@@ -278,9 +278,12 @@ class Runner:
             save_counts(file, self._experts.history)
 
     def _key_smoothing(self) -> tuple[LayerSmoothing, ...]:
-        """Return the key smoothing of each layer; empty if keys are not quantized."""
+        """Return the key smoothing of each layer.
+
+        Empty if keys are not quantized, or if values are part of the keys, which smoothing changes.
+        """
         cache, source, config = self.args.cache, self.source, self.stage_config
-        if not cache.quantizes_keys:
+        if not cache.quantizes_keys or config.latent is not None:
             return ()
         device, shape = self._device.torch, (config.num_kv_heads, config.head_dim)
         if source.dummy:  # keys of random weights have no outliers
@@ -500,6 +503,7 @@ class Runner:
 
     def _cache_shape(self) -> CacheShape:
         config, cache = self.stage_config, self.args.cache
+        latent = config.latent is not None
         return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
-                          self.source.dtype, cache.layout(config.head_dim), cache.attn_sparsity,
-                          config.attention)
+                          self.source.dtype, cache.layout(config.head_dim, latent=latent),
+                          cache.attn_sparsity, config.attention, latent)

@@ -255,12 +255,16 @@ class View:
         Rows of the entry, after transposition. ``range(n)`` and ``range(n, 2 * n)`` are halves,
         ``range(0, 2 * n, 2)`` and ``range(1, 2 * n, 2)`` alternate. None: all. For a vector, its
         elements.
+    blocks : int
+        Equal blocks of rows in the tensor, such as heads: the result is [blocks, rows, inputs] with
+        these stored rows of each block, or [blocks, inputs, rows] if `transposed`. 0: none.
     """
 
     tensor: str
     entry: int | None = None
     transposed: bool = False
     rows: range | None = None
+    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -314,8 +318,12 @@ class StackedCheckpoint(Checkpoint):
         if name not in self._views:
             return self._inner.info(name)
         view = self._views[name]
-        place, stacked = self._place(name), self._inner.info(view.tensor)
-        extent = None
+        stacked = self._inner.info(view.tensor)
+        if view.blocks:
+            rows, (_, width) = self._block(name)
+            shape = (width, len(rows)) if view.transposed else (len(rows), width)
+            return replace(stacked, shape=(view.blocks, *shape), extent=None, checksum=None)
+        place, extent = self._place(name), None
         if stacked.extent is not None and not view.transposed and place.rows.step == 1:
             size = stacked.dtype.itemsize
             first = (place.start + place.rows.start * place.width) * size
@@ -336,16 +344,35 @@ class StackedCheckpoint(Checkpoint):
         fits = len(shape) == 2 or len(shape) == 1 and not view.transposed
         inside = not rows or 0 <= rows[0] <= rows[-1] < height
         if not fits or not inside or not 0 <= entry < entries:
-            raise UserError(f"{self.source}: tensor {view.tensor} has shape {list(stored)}, in "
-                            f"which there is no {name}; does config.json belong to it?")
+            raise self._missing(name)
         width = shape[1] if len(shape) == 2 else 1
         return _Place((len(rows), *transposed[1:]), entry * math.prod(shape), rows, width, shape[0])
+
+    def _block(self, name: str) -> tuple[range, tuple[int, int]]:
+        """Return the rows of a view in a block, and the (height, width) of a stored block."""
+        view = self._views[name]
+        shape = self._inner.info(view.tensor).shape
+        height = shape[0] // view.blocks if len(shape) == 2 else 0
+        rows = range(height) if view.rows is None else view.rows
+        if not height or shape[0] % view.blocks or not 0 <= rows[0] <= rows[-1] < height:
+            raise self._missing(name)
+        return rows, (height, shape[1])
+
+    def _missing(self, name: str) -> UserError:
+        tensor = self._views[name].tensor
+        shape = list(self._inner.info(tensor).shape)
+        return UserError(f"{self.source}: tensor {tensor} has shape {shape}, in which there is no "
+                         f"{name}; does config.json belong to it?")
 
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
         if name not in self._views:
             self._inner.read(name, out)
             return
-        view, place = self._views[name], self._place(name)
+        view = self._views[name]
+        if view.blocks:
+            self._fill_blocks(name, out)
+            return
+        place = self._place(name)
         if view.transposed:
             self._fill_transposed(view.tensor, place, out)
         elif place.rows.step == 1:
@@ -353,6 +380,17 @@ class StackedCheckpoint(Checkpoint):
             self._inner.read_part(view.tensor, first, out)
         else:
             self._fill_strided(view.tensor, place, out.view(len(place.rows), place.width))
+
+    def _fill_blocks(self, name: str, out: torch.Tensor) -> None:
+        """Read some rows of each block."""
+        view, (rows, block) = self._views[name], self._block(name)
+        step = max(1, _SCRATCH_ELEMENTS // math.prod(block))
+        for first in range(0, view.blocks, step):
+            target = out[first : first + step]
+            part = torch.empty(len(target), *block, dtype=out.dtype)
+            self._inner.read_part(view.tensor, first * math.prod(block), part)
+            part = part[:, rows.start : rows.stop : rows.step]
+            target.copy_(part.transpose(1, 2) if view.transposed else part)
 
     def _fill_transposed(self, tensor: str, place: _Place, out: torch.Tensor) -> None:
         """Read columns of the stored entry as rows."""
@@ -377,18 +415,22 @@ class StackedCheckpoint(Checkpoint):
     def stored_layout(self, name: str) -> MatrixLayout | None:
         if name not in self._views:
             return self._inner.stored_layout(name)
-        view, place = self._views[name], self._place(name)
+        view = self._views[name]
         layout = self._inner.stored_layout(view.tensor)
-        if layout is None or view.transposed or len(place.shape) != 2:
+        if layout is None or view.transposed or view.blocks:
             return None
-        return replace(layout, outputs=place.shape[0])
+        shape = self._place(name).shape
+        return replace(layout, outputs=shape[0]) if len(shape) == 2 else None
 
     def read_quantized(self, name: str, layout: MatrixLayout, out: torch.Tensor,
                        rows: range | None = None) -> bool:
         if name not in self._views:
             return self._inner.read_quantized(name, layout, out, rows)
-        view, place = self._views[name], self._place(name)
-        if view.transposed or len(place.shape) != 2:
+        view = self._views[name]
+        if view.transposed or view.blocks:
+            return False
+        place = self._place(name)
+        if len(place.shape) != 2:
             return False
         view_rows = place.rows if rows is None else place.rows[rows.start : rows.stop : rows.step]
         first = place.start // place.width

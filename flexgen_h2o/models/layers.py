@@ -92,6 +92,17 @@ class Operations(Scratch):
         """Clamp x to [-limit, limit]."""
         x.clamp_(-limit, limit)
 
+    def copy_(self, out: Tensor, x: Tensor) -> None:
+        """Copy x to out."""
+        out.copy_(x)
+
+    def linear_heads(self, x: Tensor, weight: Tensor, *, out: Tensor) -> None:
+        """Multiply each head of x [rows, heads, in] by its matrix of weight [heads, outputs, in].
+
+        `out` is [rows, heads, outputs].
+        """
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         """Call `activate_`."""
         return activate_(x, name, factor)
@@ -179,6 +190,12 @@ class CapturingOperations(Operations):
 
     def clamp_(self, x: Tensor, limit: float) -> None:
         self._capture.append(partial(x.clamp_, -limit, limit))
+
+    def copy_(self, out: Tensor, x: Tensor) -> None:
+        self._capture.append(partial(out.copy_, x))
+
+    def linear_heads(self, x: Tensor, weight: Tensor, *, out: Tensor) -> None:
+        self._capture.append(partial(super().linear_heads, x, weight, out=out))
 
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         native.activate(x, activation(name), factor, capture=self._capture)

@@ -14,7 +14,12 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
-from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant, ExpertsConfig
+from flexgen_h2o.config.layers import (
+    DEFAULT_VARIANT,
+    AttentionVariant,
+    ExpertsConfig,
+    LatentConfig,
+)
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.rope import RopeConfig
@@ -31,7 +36,7 @@ class PartShapes:
     matrices : tuple of (outputs, inputs)
         Shapes of matrices, and of tables as [rows, width].
     vectors : int
-        Total elements of norms and biases.
+        Total elements of norms, biases and stacks of matrices.
     float32 : int
         Total elements of tensors in float32: see `TensorSpec`.
     """
@@ -45,10 +50,11 @@ class PartShapes:
                    exact: Collection[tuple[int, ...]] = ()) -> PartShapes:
         """Return the sizes of tensors by short name.
 
-        Matrices with a shape in `exact`, which are never quantized, count as vectors.
+        Matrices with a shape in `exact` and stacks of matrices, which are never quantized, count as
+        vectors.
         """
         shapes = [spec.shape for spec in specs.values() if not spec.float32]
-        plain = [shape for shape in shapes if len(shape) == 1 or shape in exact]
+        plain = [shape for shape in shapes if len(shape) != 2 or shape in exact]
         return cls(tuple((shape[0], shape[1]) for shape in shapes
                          if len(shape) == 2 and shape not in exact),
                    sum(map(math.prod, plain)),
@@ -197,6 +203,8 @@ class ModelConfig:
         loaded.
     attention : tuple of AttentionVariant
         One per decoder layer; empty if all have the default variant. See `attention_variant`.
+    latent : LatentConfig or None
+        Multi-head latent attention: `num_kv_heads` is 1, and `head_dim` the width of a cached key.
 
     Raises
     ------
@@ -243,6 +251,7 @@ class ModelConfig:
     dense_layers: tuple[bool, ...] = ()
     extra_layers: int = 0
     attention: tuple[AttentionVariant, ...] = ()
+    latent: LatentConfig | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "embed_dim", self.embed_dim or self.hidden_size)
@@ -352,9 +361,19 @@ class ModelConfig:
         """Total width of the key heads, and of the value heads."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value, and of a head's output before the output matrices."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
+    def cached_size(self) -> int:
+        """Elements that a layer caches of a token: key and value, or the key alone."""
+        return self.kv_size if self.latent is not None else 2 * self.kv_size
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of keys and values per token of the full cache, in all layers."""
-        return 2 * self.num_layers * self.kv_size * itemsize
+        return self.num_layers * self.cached_size * itemsize
 
     def embed_shapes(self) -> PartShapes:
         """Return the sizes of the embeddings, including a tied token table."""
@@ -420,6 +439,9 @@ class ModelConfig:
         """Return the elements of `Scratch` that a decoder layer uses for a number of rows."""
         into = (self.half_shapes(layer)[1].matrices[:-1] for layer in self.layer_kinds)
         wide = max(sum(outputs for outputs, _ in matrices) for matrices in into)
+        if self.latent is not None:
+            wide += self.latent.query_rank + self.latent.key_dim + self.num_heads * (
+                self.latent.query_dim + self.latent.value_dim)
         return (rows * (self.q_size + 2 * self.kv_size)
                 + min(rows, ROW_BLOCK) * (self.hidden_size + wide))
 

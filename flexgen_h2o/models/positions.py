@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig, add_windows
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.errors import UserError
@@ -12,8 +13,12 @@ from flexgen_h2o.h2o.budget import budget, num_cached
 from flexgen_h2o.models.model_config import ModelConfig
 
 
-def check_cache(config: ModelConfig, h2o: H2OConfig | None) -> None:
-    """Raise `UserError` if cache options do not fit the model's layers or positions."""
+def check_cache(config: ModelConfig, cache: CacheOptions) -> None:
+    """Raise `UserError` if cache options do not fit the model's attention, layers or positions."""
+    h2o, (key_bits, value_bits) = cache.h2o, cache.kind_bits
+    if config.latent is not None and (cache.attn_sparsity < 1 or key_bits != value_bits):
+        raise UserError(f"{config.name} caches latents, of which each is key and value in one: "
+                        "leave attn_sparsity out, and give keys and values the same bits")
     if h2o is None:
         return
     h2o.check_layers(config.num_layers)

@@ -55,6 +55,10 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
     "granite": "granite",
     "olmo2": "olmo2",
     "stablelm": "stablelm",
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
+    "kimi_k2": "deepseek",
+    "glm4_moe_lite": "deepseek",
 })
 """Modules of `families` by the model_type of config.json."""
 

@@ -75,6 +75,14 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
                                         original_max_position_embeddings=4096))
 
 
+_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def _latent_rope(theta: float, factor: float, mscale: float, **other) -> dict[str, Any]:
+    return _rope(theta, "yarn", factor=factor, mscale=mscale, mscale_all_dim=mscale,
+                 original_max_position_embeddings=4096, **other)
+
+
 def _glm4_moe(*sizes: int, experts: int, dense: int, width: int, **other) -> dict[str, Any]:
     return _sizes("glm4_moe", *sizes, head_dim=128, attention_bias=True, n_routed_experts=experts,
                   first_k_dense_replace=dense, moe_intermediate_size=width,
@@ -162,7 +170,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "MiniMaxAI/MiniMax-M2": {
         "model_type": "minimax_m2", "dtype": "bfloat16",
         "rope_parameters": _rope(5000000.0, partial_rotary_factor=0.5),
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "quantization_config": _FP8},
+    "deepseek-ai/DeepSeek-V2-Lite": {
+        "model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_attention_heads": 16,
+        "num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None,
+        "max_position_embeddings": 163840, "rope_parameters": _latent_rope(10000.0, 40.0, 0.707),
+        "bos_token_id": 100000, "eos_token_id": 100001, "dtype": "bfloat16"},
+    "deepseek-ai/DeepSeek-V3": {
+        "model_type": "deepseek_v3", "max_position_embeddings": 163840, "dtype": "bfloat16",
+        "rope_parameters": _latent_rope(10000.0, 40.0, 1.0), "quantization_config": _FP8},
+    "moonshotai/Kimi-K2-Instruct": {
+        "model_type": "kimi_k2", "vocab_size": 163840, "num_attention_heads": 64,
+        "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.827, "max_position_embeddings": 131072,
+        "num_nextn_predict_layers": 0, "dtype": "bfloat16", "bos_token_id": 163584,
+        "eos_token_id": 163585, "quantization_config": _FP8,
+        "rope_parameters": _latent_rope(50000.0, 32.0, 1.0, beta_fast=1.0, beta_slow=1.0)},
+    "zai-org/GLM-4.7-Flash": {
+        "model_type": "glm4_moe_lite", "rope_parameters": _rope(1000000.0),
+        "eos_token_id": [154820, 154827, 154829], "dtype": "bfloat16"},
     "ibm-granite/granite-3.0-3b-a800m-base": _sizes(
         "granitemoe", 1536, 32, 24, 8, 512, vocab_size=49155, num_local_experts=40,
         num_experts_per_tok=8, max_position_embeddings=4096, rope_parameters=_rope(10000.0),
@@ -213,4 +240,5 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0}),
 }
 
-SAME_AS = {"meta-llama/Meta-Llama-3.1-8B": "meta-llama/Llama-3.1-8B"}
+SAME_AS = {"meta-llama/Meta-Llama-3.1-8B": "meta-llama/Llama-3.1-8B",
+           "deepseek-ai/DeepSeek-R1": "deepseek-ai/DeepSeek-V3"}

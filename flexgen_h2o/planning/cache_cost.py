@@ -193,9 +193,9 @@ class CacheCosts:
         if not run.attends_on_host:
             token_seconds = sum(self._hardware.compute.caching.get(bits, 0.0) / 1e9
                                 for bits in run.cache.kind_bits)
-            elements = self._sequences * self._slots(self._prompt) * run.model.kv_size
+            elements = self._sequences * self._slots(self._prompt) * run.model.cached_size / 2
             cost.add(COMPUTE, elements * token_seconds / passes)
-        plain = self._sequences * 2 * run.model.kv_size * run.itemsize
+        plain = self._sequences * run.model.cached_size * run.itemsize
         cut = self._sequences * self._slots(self._prompt + CACHE_GROWTH) * self._record
         fetched: tuple[str, ...] = ("cpu", "disk")
         if run.attends_on_host:
@@ -226,7 +226,8 @@ class CacheCosts:
         if run.attends_on_host:
             rows = self._sequences * run.itemsize
             cost.transfer("gpu->cpu", rows * (model.q_size + 2 * model.kv_size), ("cache", "cpu"))
-            cost.transfer("cpu->gpu", rows * model.q_size, ("cache", "cpu"))
+            outputs = model.num_heads * model.value_dim
+            cost.transfer("cpu->gpu", rows * outputs, ("cache", "cpu"))
         elif run.has_gpu:
             # Sparse attention loads all keys and the selected values.
             loaded = nbytes * (1 + run.cache.attn_sparsity) / 2

@@ -15,6 +15,7 @@ from itertools import chain
 
 from flexgen_h2o.config.cache_layout import IndexLayout, PageLayout
 from flexgen_h2o.config.limits import (
+    BLOCK_BYTES,
     CACHE_BUFFERS,
     EXPERT_ROUND,
     HIDDEN_BUFFERS,
@@ -118,6 +119,8 @@ def _attention_scratch(run: PlannedRun) -> int:
     if not cache.is_unquantized_full or run.pass_rows < load.prompt_len:
         # Chunked prompts and rotated copies; with eviction also the kept tokens, twice.
         prefill += tokens * token * (4 if run.evicts_chunks else 1)
+    if model.latent is not None:  # logits of a block, masked, and as weights; keys in float32
+        prefill += 4 * BLOCK_BYTES + tokens * token
     max_slots = num_slots + SLOT_TILE
     decode = 4 * tasks * (max_slots + 2 * model.head_dim)
     if cache.recalls and run.has_gpu:  # logits of the query heads, their weights, selected keys
@@ -286,10 +289,11 @@ def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
                                                   staged_host=not run.attends_on_host)
     if run.attends_on_host:
         # Buffers for queries, keys and values sent to the host, and for its results.
-        rows = cached[1] * 2 * (model.q_size + model.kv_size) * run.itemsize
+        outputs = model.num_heads * model.value_dim
+        rows = cached[1] * (model.q_size + outputs + 2 * model.kv_size) * run.itemsize
         device_staging, host_staging = device_staging + STARTED_BATCHES * rows, host_staging + rows
     if run.gathers_prompts:
-        plain = 2 * model.kv_size * run.itemsize
+        plain = model.cached_size * run.itemsize
         staging = _staging_bytes(run, placed, record=plain, max_tokens=load.prompt_len)
         device_staging, host_staging = device_staging + staging[0], host_staging + staging[1]
     yield MemoryRow("cache buffers", device_staging, host_staging)

@@ -409,12 +409,13 @@ def part_bytes(options: WeightOptions, part: PartShapes, itemsize: int) -> int:
 
 def kv_entry_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> int:
     """Return the bytes at rest of one token's key and value in one layer, all KV heads together."""
-    # A simulation is exact: it keeps float32.
-    record = 2 * model.head_dim * (4 if options.simulated else itemsize)
-    layout = options.layout(model.head_dim)
-    if layout is not None:
-        record = layout.kinds * layout.width
-    return model.num_kv_heads * record
+    latent = model.latent is not None
+    layout = options.layout(model.head_dim, latent=latent)
+    if options.simulated:  # keeps keys and values in float32
+        return 4 * model.num_kv_heads * (model.head_dim + model.value_dim)
+    if layout is None:
+        return model.cached_size * itemsize
+    return model.num_kv_heads * layout.kinds * layout.width
 
 
 def layer_slots(options: CacheOptions, model: ModelConfig, workload: Workload) -> tuple[int, ...]:

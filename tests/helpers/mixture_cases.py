@@ -103,6 +103,36 @@ _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0
               "long_factor": [2.0, 3.0, 4.0, 5.0], "short_mscale": 1.2, "long_mscale": 1.2,
               "original_max_position_embeddings": 128}
 
+
+def _latent(name: str, **options):
+    import transformers
+
+    return getattr(transformers, f"{name}Config")(**SIZES | {
+        "num_key_value_heads": 5, "kv_lora_rank": 14, "q_lora_rank": 11, "qk_rope_head_dim": 6,
+        "qk_nope_head_dim": 7, "v_head_dim": 9, "moe_intermediate_size": 13,
+        "n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.7} | options)
+
+
+LATENT_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "mscale": 0.7,
+               "mscale_all_dim": 0.9, "original_max_position_embeddings": 64}
+
+LATENT: dict[str, Callable[[], Any]] = {
+    "deepseek_v2": lambda: _latent("DeepseekV2", q_lora_rank=None, first_k_dense_replace=1,
+                                   qk_nope_head_dim=8),  # transformers needs an even stride
+    "deepseek_v2_groups": lambda: _latent(
+        "DeepseekV2", qk_nope_head_dim=8, topk_method="group_limited_greedy", n_group=3,
+        topk_group=2, rope_parameters=LATENT_YARN),
+    "deepseek_v3": lambda: _latent(
+        "DeepseekV3", n_routed_experts=12, n_group=4, topk_group=2, first_k_dense_replace=2,
+        rope_parameters=LATENT_YARN, attention_bias=True),
+    "deepseek_v3_dense": lambda: _latent(
+        "DeepseekV3", first_k_dense_replace=3, q_lora_rank=None, rope_interleave=False,
+        n_group=1, topk_group=1),
+    "glm4_moe_lite": lambda: _latent("Glm4MoeLite", norm_topk_prob=False),
+}
+"""Models with multi-head latent attention."""
+
 MIXTURES: dict[str, Callable[[], Any]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
@@ -130,6 +160,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
                                          attention_bias=True),
     "dots1": _dots1,
     "solar_open": _solar_open,
+    **{key: config for key, config in LATENT.items() if key != "deepseek_v3_dense"},
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from helpers.mixture_cases import MIXTURES, limit_as_configured
+from helpers.mixture_cases import LATENT, MIXTURES, limit_as_configured
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ TINY: dict[str, Callable[[], Any]] = {
 
 
 def make_tiny(key: str, folder: Path) -> TinyModel:
-    """Build the model of a key of `TINY` or `MIXTURES` with seeded random weights, and save it."""
+    """Build the model of a key with seeded random weights, and save it."""
     from transformers import AutoModelForCausalLM
 
-    config = (TINY | MIXTURES)[key]()
+    config = (TINY | MIXTURES | LATENT)[key]()
     config.eos_token_id = None  # a random model must not happen to stop
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     if hasattr(model, "set_experts_implementation"):  # grouped products want even shapes

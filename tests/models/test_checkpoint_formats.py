@@ -289,11 +289,13 @@ def test_fp8_as_transformers(tmp_path, scale_dtype, shape, scales):
             assert torch.equal(read(checkpoint, "w.weight", dtype), theirs)
 
 
-def test_fp8_experts_and_float32_routers(tiny_model, tmp_path):
-    """Of MiniMax M2 as it is published."""
+@pytest.mark.parametrize("key, matrix", [("minimax_m2", "experts.6.w2"),
+                                         ("deepseek_v3", "self_attn.kv_b_proj")])
+def test_fp8_matrices_and_float32_routers(tiny_model, tmp_path, key, matrix):
+    """Of MiniMax M2 and DeepSeek V3 as they are published."""
     from transformers import AutoModelForCausalLM
 
-    folder = tiny_model("minimax_m2").folder
+    folder = tiny_model(key).folder
     config = json.loads((folder / "config.json").read_text())
     stored, values = {}, load_file(folder / "model.safetensors")
     for name, tensor in list(values.items()):
@@ -301,7 +303,7 @@ def test_fp8_experts_and_float32_routers(tiny_model, tmp_path):
         if ".layers." in name and tensor.dim() == 2 and ".gate." not in name:
             parts, values[name] = packings.fp8(tensor)
             stored |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
-    assert any(name.endswith("experts.6.w2.weight_scale_inv") for name in stored)
+    assert any(name.endswith(f"{matrix}.weight_scale_inv") for name in stored)
     save(tmp_path / "plain", values, {})
     (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
     save(tmp_path / "fp8", stored, {})

@@ -21,7 +21,8 @@ HIDDEN, FFN, EXPERTS = 6, 5, 3
 def tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """Stacks as Qwen3-MoE (halves) and gpt-oss (transposed, rows in turn) ship them."""
     made = {"halves": (EXPERTS, 2 * FFN, HIDDEN), "turned": (EXPERTS, HIDDEN, 2 * FFN),
-            "turns_bias": (EXPERTS, 2 * FFN), "qkv": (4 + 2 + 2, HIDDEN), "plain": (7,)}
+            "turns_bias": (EXPERTS, 2 * FFN), "qkv": (4 + 2 + 2, HIDDEN),
+            "heads": (5 * (2 + 3), HIDDEN), "plain": (7,)}
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator).to(dtype)
             for name, shape in made.items()}
@@ -29,7 +30,9 @@ def tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
 
 def views() -> dict[str, tuple[View, ...]]:
     found = {"q": View("qkv", rows=range(4)), "k": View("qkv", rows=range(4, 6)),
-             "v": View("qkv", rows=range(6, 8))}
+             "v": View("qkv", rows=range(6, 8)),
+             "of_keys": View("heads", rows=range(2), blocks=5, transposed=True),
+             "of_values": View("heads", rows=range(2, 5), blocks=5)}
     for e in range(EXPERTS):
         found[f"{e}.gate"] = View("halves", e, rows=range(FFN))
         found[f"{e}.up"] = View("halves", e, rows=range(FFN, 2 * FFN))
@@ -42,6 +45,9 @@ def views() -> dict[str, tuple[View, ...]]:
 
 def expected(all_tensors: dict[str, torch.Tensor], view: View) -> torch.Tensor:
     whole = all_tensors[view.tensor]
+    if view.blocks:
+        blocks = whole.unflatten(0, (view.blocks, -1))[:, list(view.rows)]
+        return blocks.transpose(1, 2) if view.transposed else blocks
     entry = whole if view.entry is None else whole[view.entry]
     entry = entry.T if view.transposed else entry
     return entry if view.rows is None else entry[list(view.rows)]
@@ -76,7 +82,8 @@ def test_consecutive_rows_have_an_extent(tmp_path):
     with StackedCheckpoint(open_checkpoint(tmp_path), views()) as checkpoint:
         for name, (view,) in views().items():
             extent = checkpoint.info(name).extent
-            assert (extent is None) == (view.transposed or view.rows.step > 1), name
+            assert (extent is None) == (view.transposed or view.rows.step > 1
+                                        or view.blocks > 0), name
             if extent is not None:
                 raw = extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes]
                 part = expected(made, view).contiguous().view(torch.uint8)
@@ -99,7 +106,9 @@ def test_views_with_alternative_tensors(tmp_path):
 @pytest.mark.parametrize("view", [
     View("halves"), View("halves", EXPERTS), View("halves", -1), View("halves", 0, rows=range(11)),
     View("halves", 0, rows=range(-1, 2)), View("halves", 0, rows=range(3, 0, -1)),
-    View("plain", 0), View("plain", transposed=True), View("qkv", rows=range(9))])
+    View("plain", 0), View("plain", transposed=True), View("qkv", rows=range(9)),
+    View("heads", rows=range(2), blocks=4), View("heads", rows=range(6), blocks=5),
+    View("plain", blocks=7)])
 def test_invalid_views_are_errors(tmp_path, view):
     save(tmp_path, "safetensors", tensors())
     with StackedCheckpoint(open_checkpoint(tmp_path), {"part": (view,)}) as checkpoint:
