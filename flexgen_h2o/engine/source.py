@@ -45,6 +45,7 @@ from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpe
 from flexgen_h2o.models.quantization import Quantization, quantization, weight_options
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, WeightFormat, cached, tag
 from flexgen_h2o.models.registry import (
+    MULTIMODAL,
     from_transformers,
     published,
     published_quantization,
@@ -335,6 +336,8 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
         _check_adapter(folder)
         raw_config = read_config(folder)
         config, stored = from_transformers(raw_config, model), quantization(raw_config, model)
+        if raw_config["model_type"] in MULTIMODAL:
+            _log.warning("%s: only the text model is loaded, not its vision tower", folder)
     codes = WeightOptions()
     if dummy:
         weights = family(config).weights(config)

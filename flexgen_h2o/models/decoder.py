@@ -9,8 +9,8 @@
 - "q_norm0", "k_norm0" and so on: layer norms without bias, one for each head.
 
 A matrix "x" has the bias "x_bias" if there is such a tensor. A norm with a bias is a layer norm,
-one without is an RMS norm. torch is imported with the first logits: the memory plan reads sizes
-only.
+one without is an RMS norm (with `ModelConfig.layer_norm` a layer norm). torch is imported with the
+first logits: the memory plan reads sizes only.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ class Decoder:
     """
 
     DEFAULTS: ClassVar[Mapping[str, Mapping[str, Any]]]
-    # Checkpoints saved from the bare model lack the leading "model."
-    prefixes: tuple[tuple[str, str], ...] = (("model.", ""),)
+    # Checkpoints saved from the bare model lack the leading "model."; those of models with vision
+    # have one of the others.
+    prefixes: tuple[tuple[str, str], ...] = (
+        ("model.", ""), ("model.", "language_model.model."), ("model.", "model.language_model."),
+        ("lm_head.", "language_model.lm_head."))
     norm_bias = False
 
     def read(self, f: Fields) -> ModelConfig:
@@ -147,6 +150,8 @@ class Decoder:
                     ops.layer_norm(part, w[f"{name}_norm{head}"], None, eps=cfg.norm_eps, out=part)
                 if cfg.clip_qkv:
                     ops.clamp_(out[block], cfg.clip_qkv)
+                if cfg.rope_interleaved and cfg.rope is not None and name != "v":
+                    ops.sort_pairs_(out[block], cfg.rope.rotary_dim)
         return q, k, v
 
     def _fused_inputs(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
@@ -199,8 +204,8 @@ class Decoder:
         """Return logits [rows, vocab] of x [rows, hidden], in x's dtype."""
         from flexgen_h2o.models import layers  # here, because it imports torch
 
-        if "norm_bias" in w:
-            x = layers.layer_norm(x, w["norm"], w["norm_bias"], eps=cfg.norm_eps)
+        if cfg.layer_norm or "norm_bias" in w:
+            x = layers.layer_norm(x, w["norm"], w.get("norm_bias"), eps=cfg.norm_eps)
         else:
             x = layers.rms_norm(x, w["norm"], eps=cfg.norm_eps, offset=cfg.norm_offset)
         logits = layers.linear(x, w["lm_head"], w.get("lm_head_bias"))
@@ -267,7 +272,7 @@ def norm(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor, ops: O
          out: Tensor) -> Tensor:
     """Write the norm `name` of x [rows, width] to `out`, which may be x, and return it."""
     bias = w.get(f"{name}_bias")
-    if bias is not None:
+    if cfg.layer_norm or bias is not None:
         return ops.layer_norm(x, w[name], bias, eps=cfg.norm_eps, out=out)
     return ops.rms_norm(x, w[name], eps=cfg.norm_eps, out=out, offset=cfg.norm_offset)
 

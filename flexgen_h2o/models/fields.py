@@ -116,15 +116,6 @@ class Fields:
             raise UserError(f"{self.name}: config value {key} must be an object")
         return value
 
-    def inside(self, key: str) -> Fields:
-        """Return the fields of a nested object.
-
-        Keys that it lacks come from this one, and so do the end tokens.
-        """
-        ends = {name: value for name, value in self.values.items() if name == "eos_token_id"}
-        values = {**self.values, **self.mapping(key), **ends}
-        return Fields(self.name, values, self.defaults)
-
     def refuse(self, key: str) -> None:
         """Raise `UserError` unless a key is missing, null, 0 or false."""
         if self.raw(key):

@@ -103,9 +103,17 @@ class Operations(Scratch):
         """
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
 
+    def sort_pairs_(self, x: Tensor, width: int) -> None:
+        """Call `sort_pairs_`."""
+        sort_pairs_(x, width)
+
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         """Call `activate_`."""
         return activate_(x, name, factor)
+
+    def xielu_(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> None:
+        """Call `xielu_`."""
+        xielu_(x, alpha_p, alpha_n)
 
     def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None,
               correction: Tensor | None = None, *, per_token: int, config: RouterConfig
@@ -196,6 +204,12 @@ class CapturingOperations(Operations):
 
     def linear_heads(self, x: Tensor, weight: Tensor, *, out: Tensor) -> None:
         self._capture.append(partial(super().linear_heads, x, weight, out=out))
+
+    def sort_pairs_(self, x: Tensor, width: int) -> None:
+        self._capture.append(partial(sort_pairs_, x, width))
+
+    def xielu_(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> None:
+        self._capture.append(partial(xielu_, x, alpha_p, alpha_n))
 
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         native.activate(x, activation(name), factor, capture=self._capture)
@@ -348,6 +362,31 @@ def activate_(x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         return x
     ACTIVATE[name](x)
     return x if factor is None else x.mul_(factor)
+
+
+def xielu_(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> None:
+    """Compute xIELU (arXiv 2411.13010) of x [rows, width] in place; its parameters are [1] each.
+
+    Constants are those of transformers: beta 0.5, and an upper bound of -1e-6 for expm1.
+    """
+    positive, negative = F.softplus(alpha_p.float()), 0.5 + F.softplus(alpha_n.float())
+
+    def activate(part: Tensor) -> Tensor:
+        wide = part.float()
+        below = (wide.clamp(max=-1e-6).expm1_() - wide).mul_(negative)
+        return torch.where(wide > 0, positive * wide * wide, below).add_(wide, alpha=0.5)
+
+    _into(x, activate, x)
+
+
+def sort_pairs_(x: Tensor, width: int) -> None:
+    """Sort the first `width` dimensions of x [rows, heads, head_dim]: even ones, then odd ones.
+
+    Rotary embeddings of pairs (2i, 2i + 1) become those of pairs (i, i + width / 2). Products of
+    queries with keys stay the same.
+    """
+    part = x[..., :width]
+    _into(part, lambda heads: torch.cat((heads[..., ::2], heads[..., 1::2]), dim=-1), part)
 
 
 def _into(out: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from flexgen_h2o.config.layers import (
 )
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.rope import RopeConfig
+from flexgen_h2o.models.rope import NO_ROPE, RopeConfig
 
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
 
@@ -163,7 +163,7 @@ class ModelConfig:
         Context length. OPT has a table of this many positions and cannot exceed it. See
         `plain_positions`.
     activation : str
-        One of `ACTIVATIONS`.
+        One of `ACTIVATIONS`; xielu in Apertus, whose parameters are tensors.
     attention_bias, out_bias, mlp_bias, head_bias : bool
         Whether there are biases of queries, keys and values, of attention's output, of the MLP, of
         the logits.
@@ -171,14 +171,20 @@ class ModelConfig:
         Tokens that end a text; may be empty.
     dtype : str or None
         The dtype in config.json, such as "bfloat16".
-    rope, local_rope : RopeConfig or None
-        Rotary positions; None for learned positions. See `local_layers`.
-    local_layers : tuple of bool
-        Whether a layer rotates by `local_rope`; empty if all rotate by `rope`.
+    rope, other_rope : RopeConfig or None
+        Rotary positions; None for learned positions. See `other_rope_layers`.
+    other_rope_layers : tuple of bool
+        Whether a layer rotates by `other_rope`; empty if all rotate by `rope`.
+    rope_interleaved : bool
+        Whether dimensions (2i, 2i + 1) of a head rotate together, as in GLM and Cohere, instead of
+        (i, i + rotary_dim / 2). `Decoder.attention_inputs` sorts them, so that the cache rotates
+        all models alike.
     qk_norm : bool
         Whether queries and keys are normed. The table of tensors says over which axes.
     clip_qkv : float
         Queries, keys and values are clamped to this absolute value; 0: not clamped.
+    layer_norm : bool
+        Whether norms without a bias are layer norms, instead of RMS norms.
     norm_offset : float
         Added to the weights of RMS norms.
     embed_scale, residual_scale : float
@@ -193,7 +199,7 @@ class ModelConfig:
     embed_dim : int
         OPT: width of the token table, projected to `hidden_size` if it differs. 0: `hidden_size`.
     parallel_residual : bool
-        GPT-NeoX, StableLM 2 12B: attention and MLP read the same input.
+        GPT-NeoX, StableLM 2 12B, Cohere: attention and MLP read the same input.
     experts : ExpertsConfig or None
         Experts in place of the MLP.
     dense_layers : tuple of bool
@@ -233,10 +239,12 @@ class ModelConfig:
     bos_token_id: int | None = None
     dtype: str | None = None
     rope: RopeConfig | None = None
-    local_rope: RopeConfig | None = None
-    local_layers: tuple[bool, ...] = ()
+    other_rope: RopeConfig | None = None
+    other_rope_layers: tuple[bool, ...] = ()
+    rope_interleaved: bool = False
     qk_norm: bool = False
     clip_qkv: float = 0.0
+    layer_norm: bool = False
     norm_offset: float = 0.0
     embed_scale: float = 1.0
     residual_scale: float = 1.0
@@ -260,9 +268,10 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"{self.name}: {self.num_heads} attention heads cannot share "
                             f"{self.num_kv_heads} key/value heads evenly; the config is wrong")
-        if self.activation not in ACTIVATIONS:
+        supported = ("xielu",) if self.family == "apertus" else ACTIVATIONS
+        if self.activation not in supported:
             raise UserError(f"{self.name}: activation function {self.activation!r} is not "
-                            f"supported (supported: {', '.join(ACTIVATIONS)})")
+                            f"supported (supported: {', '.join(supported)})")
         if self.attention and len(self.attention) != self.num_layers:
             raise UserError(f"{self.name}: {len(self.attention)} variants of attention for "
                             f"{self.num_layers} layers; the config is wrong")
@@ -275,21 +284,21 @@ class ModelConfig:
         object.__setattr__(self, "attention", variants)
         for rope in self.ropes:
             rotary = rope.rotary_dim
-            if rotary % 2 or not 2 <= rotary <= self.head_dim:
+            if rope != NO_ROPE and (rotary % 2 or not 2 <= rotary <= self.head_dim):
                 raise UserError(f"{self.name}: {rotary} rotary dimensions in a head of "
                                 f"{self.head_dim} are not supported (an even number that fits is)")
 
     def slice_layers(self, first: int, last: int) -> ModelConfig:
         """Return the model of layers first:last."""
         return replace(self, num_layers=last - first, attention=self.attention[first:last],
-                       local_layers=self.local_layers[first:last],
+                       other_rope_layers=self.other_rope_layers[first:last],
                        dense_layers=self.dense_layers[first:last])
 
     def longer(self) -> ModelConfig:
         """Return the model with a copy of its last layer added."""
         return replace(self, num_layers=self.num_layers + 1,
                        attention=self.attention + self.attention[-1:],
-                       local_layers=self.local_layers + self.local_layers[-1:],
+                       other_rope_layers=self.other_rope_layers + self.other_rope_layers[-1:],
                        dense_layers=self.dense_layers + self.dense_layers[-1:])
 
     @cached_property
@@ -300,7 +309,7 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary position embeddings; see `rope_number`."""
-        return tuple(rope for rope in (self.rope, self.local_rope) if rope is not None)
+        return tuple(rope for rope in (self.rope, self.other_rope) if rope is not None)
 
     @property
     def plain_positions(self) -> int:
@@ -310,7 +319,7 @@ class ModelConfig:
 
     def rope_number(self, layer: int) -> int:
         """Return the index in `ropes` of a decoder layer."""
-        return int(self.local_layers[layer]) if self.local_layers else 0
+        return int(self.other_rope_layers[layer]) if self.other_rope_layers else 0
 
     def attention_variant(self, layer: int) -> AttentionVariant:
         """Return the variant of attention of a decoder layer."""

@@ -25,7 +25,7 @@ def check_cache(config: ModelConfig, cache: CacheOptions) -> None:
     if config.rope is None and h2o.positions == "rolling":
         raise UserError(f"{config.name} adds learned positions to the embeddings: they can't roll "
                         "with the cache; leave position rolling off")
-    if config.local_rope is not None and h2o.positions == "rolling":
+    if config.other_rope is not None and h2o.positions == "rolling":
         raise UserError(f"{config.name} rotates some layers in another way than others: positions "
                         "can't roll with the cache; leave position rolling off")
     if config.rope is not None and h2o.drop_positions:

@@ -50,10 +50,18 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
     "seed_oss": "qwen",
     "phi3": "phi3",
     "gemma2": "gemma",
-    "gemma3": "gemma",
     "gemma3_text": "gemma",
     "granite": "granite",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "exaone4": "exaone4",
+    "smollm3": "smollm3",
+    "glm": "glm",
+    "glm4": "glm4",
+    "cohere": "cohere",
+    "cohere2": "cohere",
+    "apertus": "apertus",
+    "ernie4_5": "ernie4_5",
     "stablelm": "stablelm",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
@@ -61,6 +69,26 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
     "glm4_moe_lite": "deepseek",
 })
 """Modules of `families` by the model_type of config.json."""
+
+_QWEN_VL = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
+
+MULTIMODAL: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType({
+    "gemma3": ("gemma3_text", {}),
+    "mistral3": ("mistral", {}),
+    "llava": ("llama", {}),
+    "aya_vision": ("cohere2", {}),
+    "internvl": ("qwen2", {}),
+    "qwen2_vl": ("qwen2", _QWEN_VL),
+    "qwen2_5_vl": ("qwen2", _QWEN_VL),
+    "qwen3_vl": ("qwen3", {"rope_theta": 5e5}),
+    "glm4v": ("glm4", {"rms_norm_eps": 1e-5, "head_dim": None}),
+})
+"""Models with vision whose text model is one of `FAMILIES`, by the model_type of config.json.
+
+A tuple has the type of the text model if text_config names none, or one that only this model has,
+and the values that transformers assumes for keys missing in its text_config, where they differ from
+those of the type. With text alone their three-dimensional rope (M-RoPE) is the plain one.
+"""
 
 
 def published(name: str) -> ModelConfig | None:
@@ -127,10 +155,35 @@ def from_transformers(config: Any, name: str) -> ModelConfig:
     values = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(values, Mapping):
         raise UserError(f"{name}: config.json must hold an object, not {type(values).__name__}")
+    values = text_part(values, name)
     _refuse_unsupported(values, name)
     model_type = values["model_type"]
     family = family_named(FAMILIES[model_type])
     return family.read(Fields(name, values, family.DEFAULTS[model_type]))
+
+
+def text_part(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the config.json of the text model of a model with vision; of others `values` itself.
+
+    Keys that its text_config lacks come from the outer object, and so do the end tokens and
+    tie_word_embeddings. Older checkpoints of Qwen have no text_config.
+    """
+    outer_type = values.get("model_type")
+    if not isinstance(outer_type, str) or outer_type not in MULTIMODAL:
+        return values
+    text = values.get("text_config") or {}
+    if not isinstance(text, Mapping):
+        raise UserError(f"{name}: config value text_config must be an object")
+    model_type, defaults = MULTIMODAL[outer_type]
+    named = text.get("model_type") or model_type
+    outer = {key: values[key] for key in ("eos_token_id", "tie_word_embeddings") if key in values}
+    merged = {**defaults, **values, **text, **outer}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = merged.get(key)
+        if isinstance(rope, Mapping) and "mrope" in (rope.get("type"), rope.get("rope_type")):
+            merged[key] = {**rope, "rope_type": "default"}
+    own = named in (model_type, outer_type, f"{outer_type}_text")
+    return {**merged, "model_type": model_type if own else named}
 
 
 def _refuse_unsupported(values: Mapping[str, Any], name: str) -> None:

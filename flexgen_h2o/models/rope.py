@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
 from flexgen_h2o.errors import UserError, short_repr
-from flexgen_h2o.models.fields import MAX_POSITIONS, Fields, Positive, first
+from flexgen_h2o.models.fields import LAYER_TYPES, MAX_POSITIONS, Fields, Positive, first
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +103,21 @@ class RopeConfig:
         return prompt if prompt > context else 0
 
 
+NO_ROPE = RopeConfig(theta=1.0, rotary_dim=0)
+"""No rotation: some models have layers without positions (NoPE, arXiv 2305.19466)."""
+
+
+def nope(layers: Sequence[bool]) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` for a model of which some layers do not rotate.
+
+    Parameters
+    ----------
+    layers : sequence of bool
+        Whether a layer has no rotation.
+    """
+    return {"other_rope": NO_ROPE, "other_rope_layers": tuple(layers)} if any(layers) else {}
+
+
 def read_rope(f: Fields, *, theta: Any = None, parameters: Any = None,
               partial: bool = False) -> RopeConfig:
     """Read rope options from `rope_parameters` (transformers 5) or `rope_scaling` (4).
@@ -149,6 +164,23 @@ def read_rope(f: Fields, *, theta: Any = None, parameters: Any = None,
                         f"{short_repr(base)} and the rope parameters "
                         f"{short_repr(dict(parameters))}; is config.json damaged?") from None
     return rope
+
+
+def read_layer_ropes(f: Fields, *, local_theta: Any = None) -> tuple[RopeConfig, RopeConfig]:
+    """Read the ropes of layers with full attention and of layers with sliding windows.
+
+    In a config.json of transformers 4 a scaling is that of the first alone.
+
+    Parameters
+    ----------
+    local_theta : number, optional
+        The base of layers with windows, if their parameters have none. None: rope_theta.
+    """
+    parameters = f.mapping("rope_parameters")
+    if not set(LAYER_TYPES) & set(parameters):
+        parameters = {LAYER_TYPES[0]: f.mapping("rope_scaling") or parameters}
+    full, local = (parameters.get(kind) or {} for kind in LAYER_TYPES)
+    return read_rope(f, parameters=full), read_rope(f, parameters=local, theta=local_theta)
 
 
 def _default(f: Fields, scaling: Mapping, rotary_dim: int) -> dict[str, Any]:

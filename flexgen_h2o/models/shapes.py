@@ -232,6 +232,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         attention_multiplier=0.0078125),
     "allenai/OLMo-2-1124-7B": _sizes("olmo2", 4096, 32, 32, 32, 11008, **_OLMO2),
     "allenai/OLMo-2-1124-13B": _sizes("olmo2", 5120, 40, 40, 40, 13824, **_OLMO2),
+    "allenai/Olmo-3-1025-7B": _sizes("olmo3", 4096, 32, 32, 32, 11008, **{
+        **_OLMO2, "vocab_size": 100278, "max_position_embeddings": 65536, "rope_parameters": {
+            "sliding_attention": _rope(500000.0),
+            "full_attention": _rope(500000.0, "yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0,
+                                    original_max_position_embeddings=8192)}}),
+    "HuggingFaceTB/SmolLM3-3B": _sizes(
+        "smollm3", 2048, 36, 16, 4, 11008, max_position_embeddings=65536, eos_token_id=128012,
+        rope_parameters=_rope(5000000.0)),
+    "zai-org/GLM-4-9B-0414": _sizes(
+        "glm4", 4096, 40, 32, 2, 13696, max_position_embeddings=32768, rms_norm_eps=1e-5,
+        rope_parameters=_rope(10000.0, partial_rotary_factor=0.5)),
+    "CohereLabs/c4ai-command-r7b-12-2024": _sizes(
+        "cohere2", 4096, 32, 32, 8, 14336, max_position_embeddings=132096, logit_scale=0.25,
+        rope_parameters=_rope(50000.0)),
+    "swiss-ai/Apertus-8B-2509": _sizes(
+        "apertus", 4096, 32, 32, 8, 21504, rope_parameters=_rope(
+            12000000.0, "llama3", factor=8.0, original_max_position_embeddings=8192,
+            low_freq_factor=1.0, high_freq_factor=4.0)),
     "stabilityai/stablelm-3b-4e1t": _sizes("stablelm", 2560, 32, 32, 32, 6912),
     "HuggingFaceTB/SmolLM2-135M": _llama(
         576, 30, 9, 1536, vocab_size=49152, num_key_value_heads=3, max_position_embeddings=8192,

@@ -150,6 +150,39 @@ def _olmo3(writer: GGUFWriter, config: Any) -> None:
     writer.add_sliding_window_pattern([each == _WINDOWS[0] for each in config.layer_types])
 
 
+def _exaone4(writer: GGUFWriter, config: Any) -> None:
+    if config.sliding_window:
+        _olmo3(writer, config)
+
+
+def _glm4(writer: GGUFWriter, config: Any) -> None:
+    share = config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(config.head_dim * share))
+
+
+def _cohere(writer: GGUFWriter, config: Any) -> None:
+    writer.add_logit_scale(config.logit_scale)
+    if config.model_type == "cohere2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def _without_alphas(name: str, values: np.ndarray, config: Any
+                    ) -> Iterator[tuple[str, np.ndarray]]:
+    """Apertus: the parameters of its activation are values, not tensors."""
+    if ".act_fn." not in name:
+        yield name, values
+
+
+def _add_alphas(writer: GGUFWriter, weights: Weights) -> None:
+    for alpha in ("alpha_p", "alpha_n"):
+        numbers = [float(weights[name][0]) for name in sorted(weights)
+                   if name.endswith(f".act_fn.{alpha}")]
+        if numbers:
+            writer.add_array(f"xielu.{alpha}", numbers)
+
+
 def _granite(writer: GGUFWriter, config: Any) -> None:
     writer.add_attention_scale(config.attention_multiplier)
     writer.add_embedding_scale(config.embedding_multiplier)
@@ -211,6 +244,8 @@ def _gpt_oss(writer: GGUFWriter, config: Any) -> None:
     _scaling(writer, config)
 
 
+_LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                 "partial_rotary_factor": 0.5}}
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
@@ -222,9 +257,7 @@ _GEMMA3_ROPE = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "fa
 CASES: dict[str, Case] = {
     "llama": Case("llama", "llama", changed=_permuted),
     "llama 3": Case("llama", "llama", {"head_dim": 12, "tie_word_embeddings": True,
-                                       "rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}, _llama3, _permuted),
+                                       "rope_parameters": _LLAMA3_ROPE}, _llama3, _permuted),
     "gptneox": Case("gptneox", "gpt_neox", {
         "num_key_value_heads": 4, "rope_parameters": _PARTIAL["rope_parameters"],
         "use_parallel_residual": False}, _partial, _sorted_heads),
@@ -240,6 +273,19 @@ CASES: dict[str, Case] = {
         "tie_word_embeddings": True, "rope_parameters": _GEMMA3_ROPE}, _gemma3, _one_more),
     "olmo2": Case("olmo2", "olmo2"),
     "olmo3": Case("olmo2", "olmo3", {"num_hidden_layers": 4, "sliding_window": 16}, _olmo3),
+    "exaone4": Case("exaone4", "exaone4", {"num_hidden_layers": 4, "sliding_window": 16,
+                                           "layer_types": None}, _exaone4),
+    "exaone4 full": Case("exaone4", "exaone4", {
+        "sliding_window": None, "layer_types": ["full_attention"] * LAYERS}, _exaone4),
+    "smollm3": Case("smollm3", "smollm3", {"num_hidden_layers": 4}, changed=_permuted),
+    "glm4": Case("glm4", "glm4", {"head_dim": 12, **_PARTIAL}, _glm4),
+    "command-r": Case("command-r", "cohere", {"tie_word_embeddings": True}, _cohere),
+    "cohere2": Case("cohere2", "cohere2", {
+        "num_hidden_layers": 4, "sliding_window": 16, "logit_scale": 0.25,
+        "tie_word_embeddings": True}, _cohere),
+    "apertus": Case("apertus", "apertus", {"rope_parameters": _LLAMA3_ROPE}, _llama3,
+                    _without_alphas),
+    "ernie4_5": Case("ernie4_5", "ernie4_5", {"head_dim": 12}),
     "granite": Case("granite", "granite", {
         "attention_multiplier": 0.25, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
         "logits_scaling": 4.0}, _granite, _permuted),
@@ -316,6 +362,7 @@ def write(case: Case, config: Any, weights: Weights, path: Path, kind: Kind | No
     _add_values(writer, config)
     add_tokenizer(writer)
     case.keys(writer, config)
+    _add_alphas(writer, weights)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, values in stacked(_as_converted(case, weights, config)).items():

@@ -107,6 +107,23 @@ TINY: dict[str, Callable[[], Any]] = {
     "granite": lambda: _of("Granite", attention_multiplier=0.2, residual_multiplier=0.4,
                            embedding_multiplier=3.0, logits_scaling=0.5),
     "olmo2": lambda: _of("Olmo2"),
+    "olmo3": lambda: _of("Olmo3", num_hidden_layers=5, sliding_window=7, rope_parameters={
+        "full_attention": YARN_ROPE,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}),
+    "exaone4": lambda: _of("Exaone4", num_hidden_layers=5, sliding_window=7, head_dim=12),
+    "exaone4_full": lambda: _of("Exaone4", sliding_window=None, rope_parameters=LLAMA3_ROPE,
+                                layer_types=["full_attention"] * 3),
+    "smollm3": lambda: _of("SmolLM3", no_rope_layer_interval=2),
+    "smollm3_windows": lambda: _of("SmolLM3", no_rope_layers=[0, 1, 0], use_sliding_window=True,
+                                   sliding_window=9, attention_bias=True,
+                                   tie_word_embeddings=False),
+    "glm": lambda: _of("Glm", head_dim=12, tie_word_embeddings=True),
+    "glm4": lambda: _of("Glm4", head_dim=16, attention_bias=False),
+    "cohere": lambda: _of("Cohere", logit_scale=0.6, attention_bias=True),
+    "cohere2": lambda: _of("Cohere2", num_hidden_layers=5, sliding_window=7, logit_scale=0.5,
+                           tie_word_embeddings=False),
+    "apertus": lambda: _of("Apertus", num_key_value_heads=3),
+    "ernie4_5": lambda: _of("Ernie4_5", head_dim=12, use_bias=True),
     "stablelm": lambda: _of("StableLm", hidden_size=96, use_qkv_bias=True),
     "stablelm_12b": lambda: _of("StableLm", hidden_size=96, qk_layernorm=True,
                                 use_parallel_residual=True),
@@ -119,14 +136,47 @@ TINY: dict[str, Callable[[], Any]] = {
         "partial_rotary_factor": 0.5}),
 }
 
+_TOWER = {"intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
+          "num_heads": 2, "image_size": 28, "patch_size": 14, "deepstack_visual_indexes": [0]}
+
+
+def _multimodal(model_type: str, text: Any):
+    from transformers import AutoConfig
+
+    text = text if isinstance(text, dict) else text.to_dict()
+    widths = dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size"), text["hidden_size"])
+    return AutoConfig.for_model(model_type, text_config=text, vision_config={**_TOWER, **widths})
+
+
+def _mrope(sections: list[int], **options) -> dict[str, Any]:
+    return _sizes(**{"num_key_value_heads": 2, "pad_token_id": None, **options, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 500.0, "mrope_section": sections,
+        **options.get("rope_parameters", {})}})
+
+
+MULTIMODAL: dict[str, Callable[[], Any]] = {
+    "gemma3_vision": lambda: _multimodal("gemma3", TINY["gemma3"]()),
+    "mistral3": lambda: _multimodal("mistral3", _mistral(sliding_window=None)),
+    "llava": lambda: _multimodal("llava", _llama()),
+    "aya_vision": lambda: _multimodal("aya_vision", TINY["cohere2"]()),
+    "internvl": lambda: _multimodal("internvl", TINY["qwen2"]()),
+    "qwen2_vl": lambda: _multimodal("qwen2_vl", _mrope([2, 1, 1])),
+    "qwen2_5_vl": lambda: _multimodal("qwen2_5_vl", _mrope([2, 1, 1])),
+    "qwen3_vl": lambda: _multimodal("qwen3_vl", _mrope([2, 2, 2], head_dim=12)),
+    "glm4v": lambda: _multimodal("glm4v", _mrope([2, 1, 1], hidden_size=96, rope_parameters={
+        "partial_rotary_factor": 0.5})),
+}
+"""Models with a vision tower, around text models of `TINY`."""
+
 
 def make_tiny(key: str, folder: Path) -> TinyModel:
     """Build the model of a key with seeded random weights, and save it."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = (TINY | MIXTURES | LATENT)[key]()
+    config = (TINY | MIXTURES | LATENT | MULTIMODAL)[key]()
     config.eos_token_id = None  # a random model must not happen to stop
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    kind = AutoModelForImageTextToText if key in MULTIMODAL else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32).eval()
     if hasattr(model, "set_experts_implementation"):  # grouped products want even shapes
         model.set_experts_implementation("eager")
     limit_as_configured(model)

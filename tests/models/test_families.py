@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from helpers import selection
 from helpers.generation import transformers_tokens
 from helpers.selection import full
-from helpers.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, TINY, YARN_ROPE
+from helpers.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, MULTIMODAL, TINY, YARN_ROPE
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.errors import UserError
@@ -25,11 +26,14 @@ from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.models.rope import rope_tables
 
 FAMILIES = ["mistral_window", "llama_yarn", "qwen2", "qwen2_windows", "qwen3", "seed_oss", "phi3",
-            "phi3_longrope", "gemma2", "gemma3", "granite", "olmo2", "stablelm",
-            "stablelm_12b"]
-FEW = [key if key in ("mistral_window", "phi3_longrope", "gemma2", "stablelm_12b")
+            "phi3_longrope", "gemma2", "gemma3", "granite", "olmo2", "olmo3", "stablelm",
+            "stablelm_12b", "exaone4", "smollm3", "glm", "glm4", "cohere", "cohere2", "apertus",
+            "ernie4_5"]
+FEW = [key if key in ("mistral_window", "phi3_longrope", "gemma2", "stablelm_12b", "cohere2",
+                      "glm4", "apertus")
        else pytest.param(key, marks=pytest.mark.full) for key in FAMILIES]
-"""Windows, positions that scale, soft caps and parallel residuals; the others with --all."""
+"""Windows, positions that scale, soft caps, parallel residuals, layers without rotation, rotation
+in pairs and learned activations; the others with --all."""
 NEW = 6
 H2O = {"heavy_tokens": 3, "recent_tokens": 4}
 
@@ -58,7 +62,7 @@ def test_tokens_and_log_probs_are_those_of_transformers(tiny_model, tmp_path, ke
     """Offloaded in halves of layers; with --all also in memory, and in whole layers."""
     tiny, prompts = tiny_model(key), prompts_of()
     wanted = transformers_tokens(tiny, prompts, NEW)
-    halves = not getattr(tiny.config, "use_parallel_residual", False)
+    halves = not from_transformers(tiny.config.to_dict(), key).parallel_residual
     mixed, disk = Placement(40, 30, 30), Placement(0, 0, 100)
     policies = [Policy(weights=disk, cache=mixed, gpu_batch_size=2, overlap=False,
                        sep_layer=halves),
@@ -83,11 +87,12 @@ def test_blocks_and_chunks_of_rows_change_nothing(tiny_model, key, monkeypatch):
     assert tokens_of(tiny.folder, gpu_batch_size=4) == transformers_tokens(tiny, prompts_of(), NEW)
 
 
+@pytest.mark.parametrize("recall", [False, True])
 @pytest.mark.parametrize("key", FEW)
-def test_h2o_is_its_masked_simulation(tiny_model, tmp_path, key):
-    folder = tiny_model(key).folder
-    wanted = tokens_of(folder, h2o=H2OConfig(**H2O, simulate=True), gpu_batch_size=4)
-    assert tokens_of(folder, h2o=H2OConfig(**H2O), gpu_batch_size=2, num_gpu_batches=2,
+def test_h2o_is_its_masked_simulation(tiny_model, tmp_path, key, recall):
+    folder, h2o = tiny_model(key).folder, H2OConfig(**H2O, recall=recall)
+    wanted = tokens_of(folder, h2o=replace(h2o, simulate=True), gpu_batch_size=4)
+    assert tokens_of(folder, h2o=h2o, gpu_batch_size=2, num_gpu_batches=2,
                      weights=Placement(0, 0, 100), cache=Placement(30, 30, 40),
                      offload_dir=str(tmp_path)) == wanted
 
@@ -191,11 +196,30 @@ def test_text_config_of_a_multimodal_model():
     cfg = from_transformers({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106],
                              "vision_config": {}}, "x")
     assert (cfg.hidden_size, cfg.eos_token_ids, cfg.vocab_size) == (64, (1, 106), 262208)
-    assert cfg.local_layers == (True,) * 5 + (False, True)
+    assert cfg.other_rope_layers == (True,) * 5 + (False, True)
     assert [cfg.attention_variant(layer).window for layer in (0, 5)] == [9, None]
-    assert (cfg.rope.kind, cfg.rope.factor, cfg.local_rope.theta) == ("linear", 8.0, 10000.0)
+    assert (cfg.rope.kind, cfg.rope.factor, cfg.other_rope.theta) == ("linear", 8.0, 10000.0)
     assert "model.language_model.layers.0.mlp.up_proj.weight" in family(cfg).aliases(
         "model.layers.0.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("key", [key if key in ("gemma3_vision", "qwen3_vl")
+                                 else pytest.param(key, marks=pytest.mark.full)
+                                 for key in MULTIMODAL])
+def test_text_model_of_a_multimodal_checkpoint(tiny_model, key, caplog):
+    tiny = tiny_model(key)
+    wanted = transformers_tokens(tiny, prompts_of(), NEW)
+    assert tokens_of(tiny.folder, gpu_batch_size=4) == wanted
+    assert "vision tower" in caplog.text
+
+
+def test_older_qwen_vl_config_is_flat():
+    flat = {"model_type": "qwen2_5_vl", "hidden_size": 64, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vision_config": {"hidden_size": 32},
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    cfg = from_transformers(flat, "x")
+    assert (cfg.hidden_size, cfg.rope.kind, cfg.rope.theta) == (64, "default", 1e6)
+    assert cfg.attention_bias and cfg.norm_eps == 1e-5
 
 
 def test_a_mistral_with_windows_in_some_layers(tiny_model, tmp_path):

@@ -212,7 +212,7 @@ class Architecture:
         Returns `rope_parameters` of config.json.
     interleaved : bool
         Whether rows of query and key projections rotate in pairs (2i, 2i + 1), instead of
-        (i, i + head_dim / 2).
+        (i, i + head_dim / 2) as on the hub. False if both rotate in such pairs.
     shifted : bool
         Whether 1 was added to the weights of norms.
     fused_heads : bool
@@ -227,6 +227,9 @@ class Architecture:
     fused_experts : tuple of str
         Names after `layers`.0 of the tensors that have gate and up, and down, of all experts of a
         layer on the hub; empty if each expert has its own tensors there.
+    layer_values : mapping
+        Keys of the file with a number for each layer to names, after `layers`.0, of the tensors of
+        one element that these are on the hub.
     """
 
     model_type: str
@@ -246,6 +249,7 @@ class Architecture:
     single_rows: frozenset[str] = frozenset()
     float32: frozenset[str] = frozenset()
     fused_experts: tuple[str, ...] = ()
+    layer_values: Table = field(default_factory=dict)
 
 
 def extra_layers(meta: Metadata) -> int:
@@ -344,6 +348,25 @@ def _olmo3(meta: Metadata, head_dim: int) -> dict[str, Any]:
     return {**_qwen3(meta, head_dim), **_alternating(meta, 4)}
 
 
+def _exaone4(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    if meta.has("attention.sliding_window"):
+        return _alternating(meta, 4)
+    return {"sliding_window": None,
+            "layer_types": ["full_attention"] * meta.count("block_count", least=0)}
+
+
+def _cohere(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {"logit_scale": meta.number("logit_scale")}
+
+
+def _cohere2(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {**_cohere(meta, head_dim), **_alternating(meta, 4)}
+
+
+def _ernie4_5(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {"use_bias": any(_llama(meta, head_dim).values())}
+
+
 def _expert_sizes(meta: Metadata, head_dim: int) -> dict[str, Any]:
     """Return the experts' width, which older files have in their tensors only."""
     shape = meta.tensor("blk.0.ffn_up_exps.weight").shape
@@ -408,6 +431,8 @@ _OLMO2 = Architecture(
     "olmo2", "Olmo2ForCausalLM", fixed={"hidden_act": "silu"}, more=_qwen3,
     layer=_table({name: _SANDWICH[name] for name in _SANDWICH
                   if name not in ("attn_norm", "ffn_norm")}, _QK_NORMS))
+_COHERE = Architecture("cohere", "CohereForCausalLM", numbers=_NORM, fixed={"hidden_act": "silu"},
+                       more=_cohere, layer=_table(_ATTENTION, _MLP))
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     "llama": _LLAMA,
@@ -425,6 +450,25 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", layer=_table(_SANDWICH, _QK_NORMS),
                            fixed=_GEMMA, more=_gemma3, rope=gemma3_rope, shifted=True),
     "olmo2": _OLMO2,
+    "exaone4": replace(_OLMO2, model_type="exaone4", class_name="Exaone4ForCausalLM",
+                       more=_exaone4),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", more=_llama, interleaved=True,
+                            fixed={"hidden_act": "silu", "no_rope_layer_interval": 4}),
+    "glm4": Architecture(
+        "glm4", "Glm4ForCausalLM", fixed={"hidden_act": "silu"}, more=_qwen3, rope=partial_rope,
+        layer=_table(_ATTENTION, post_attention_norm="post_self_attn_layernorm",
+                     ffn_norm="post_attention_layernorm", post_ffw_norm="post_mlp_layernorm",
+                     ffn_up="mlp.gate_up_proj", ffn_down="mlp.down_proj")),
+    "apertus": Architecture(
+        "apertus", "ApertusForCausalLM", fixed={"hidden_act": "xielu"}, more=_qwen3,
+        layer_values={f"xielu.{name}": f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n")},
+        layer=_table({name: _DECODER[name] for name in _DECODER if name != "ffn_gate"}, _QK_NORMS,
+                     attn_norm="attention_layernorm", ffn_norm="feedforward_layernorm")),
+    "command-r": _COHERE,
+    "cohere2": replace(_COHERE, model_type="cohere2", class_name="Cohere2ForCausalLM",
+                       more=_cohere2),
+    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", fixed={"hidden_act": "silu"},
+                             more=_ernie4_5),
     "granite": Architecture("granite", "GraniteForCausalLM", fixed={"hidden_act": "silu"},
                             more=_granite, interleaved=True),
     "stablelm": Architecture(

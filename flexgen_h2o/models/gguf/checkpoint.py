@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
+import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flexgen_h2o.config.weight_layout import GGMLType, MatrixLayout
+from flexgen_h2o.config.weight_layout import BLOCK_TYPES, GGMLType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference.blocks import dequantize, interleave_nibbles
@@ -32,6 +33,7 @@ from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, read_header
 
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32
 _MXFP4_BLOCK = 32
+_F32 = BLOCK_TYPES[0]
 _MAX_ELEMENTS = 1 << 28  # of an expert, which is converted at once; the largest have 8 million
 _MAX_TENSORS = 1 << 17  # mostly experts: the largest models have some ten thousand
 _LAYER_NUMBER = re.compile(r"blk\.([0-9]{1,9})\.")
@@ -258,6 +260,12 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
             raise UserError(f"{header.source} has more tensors than any model")
     for prefix, experts in parts.items():
         tensors.update(fused_experts(header.source, prefix, kind, experts))
+    for key, name in kind.layer_values.items():
+        numbers = meta.layer_numbers(key)
+        memory = mmap.mmap(-1, 4 * len(numbers))
+        memory.write(struct.pack(f"<{len(numbers)}f", *numbers))
+        tensors.update({f"{kind.layers}.{layer}.{name}": GgufTensor(memory, _F32, (1,), 4 * layer)
+                        for layer in range(len(numbers))})
     return tensors
 
 

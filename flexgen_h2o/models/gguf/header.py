@@ -382,6 +382,14 @@ class Metadata:
             raise self._wrong(key, value)
         return tuple(map(bool, value))
 
+    def layer_numbers(self, key: str) -> tuple[float, ...]:
+        """Return one finite number per layer."""
+        value, layers = self._value(key, None), self.count("block_count")
+        if not isinstance(value, tuple) or len(value) != layers or not all(
+                math.isfinite(number) for number in value):
+            raise self._wrong(key, value)
+        return value
+
     def token(self, name: str) -> int | None:
         """Return the id of a special token, such as "eos"; None if the file has none."""
         key = f"tokenizer.ggml.{name}_token_id"
@@ -398,7 +406,7 @@ class Metadata:
         return self.tensors[name]
 
     def _full(self, key: str) -> str:
-        whole = key.startswith(("general.", "tokenizer.", "split."))
+        whole = key.startswith(("general.", "tokenizer.", "split.", "xielu."))
         return key if whole else f"{self.architecture}.{key}"
 
     def _value(self, key: str, default: Value | None) -> Value:

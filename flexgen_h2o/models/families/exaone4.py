@@ -1,0 +1,40 @@
+"""EXAONE 4.0 (arXiv 2507.11407): OLMo 2 with a norm for each head.
+
+In the 32B three of four layers have windows, and the others do not rotate.
+"""
+
+from __future__ import annotations
+
+from flexgen_h2o.models.families.olmo2 import Olmo2
+from flexgen_h2o.models.fields import Fields
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.rope import nope, read_rope
+
+
+class Exaone4(Olmo2):
+    DEFAULTS = {
+        "exaone4": {
+            "vocab_size": 102400, "hidden_size": 4096, "num_hidden_layers": 32,
+            "intermediate_size": 16384, "num_attention_heads": 32, "num_key_value_heads": 32,
+            "max_position_embeddings": 2048, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_pattern": 4,
+            "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 2,
+        },
+    }
+
+    def read(self, f: Fields) -> ModelConfig:
+        windows = f.window() is not None
+        local = f.local_layers(
+            lambda layer: windows and bool((layer + 1) % f.count("sliding_window_pattern")))
+        return ModelConfig(
+            **f.decoder("exaone4", read_rope(f)),
+            **nope([windows and not is_local for is_local in local]),
+            qk_norm=True,
+            attention=f.attention_variants(local),
+        )
+
+    def qk_norm_widths(self, cfg: ModelConfig) -> tuple[int, int]:
+        return cfg.head_dim, cfg.head_dim
+
+
+FAMILY = Exaone4()
