@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
     "solar_open": "glm4_moe",
     "dots1": "dots1",
     "minimax_m2": "minimax_m2",
+    "ernie4_5_moe": "ernie4_5_moe",
     "phimoe": "phimoe",
     "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe",

@@ -167,6 +167,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "zai-org/GLM-4.6": _glm4_moe(
         5120, 92, 96, 8, 12288, experts=160, dense=3, width=1536, use_qk_norm=True,
         routed_scaling_factor=2.5, max_position_embeddings=202752),
+    "baidu/ERNIE-4.5-21B-A3B-PT": {
+        "model_type": "ernie4_5_moe", "dtype": "bfloat16", "rope_parameters": _rope(500000.0)},
     "MiniMaxAI/MiniMax-M2": {
         "model_type": "minimax_m2", "dtype": "bfloat16",
         "rope_parameters": _rope(5000000.0, partial_rotary_factor=0.5),

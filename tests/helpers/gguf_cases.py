@@ -223,6 +223,13 @@ def _glm4_moe(writer: GGUFWriter, config: Any) -> None:
     writer.add_tensor(f"blk.{last}.attn_norm.weight", np.ones(32, np.float32))
 
 
+def _ernie4_5_moe(writer: GGUFWriter, config: Any) -> None:
+    writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    writer.add_leading_dense_block_count(config.moe_layer_start_index)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.moe_num_shared_experts)
+
+
 def _minimax_m2(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_feed_forward_length(config.intermediate_size)
     writer.add_rope_dimension_count(6)
@@ -306,6 +313,9 @@ CASES: dict[str, Case] = {
         **_GROUPED, "attention_bias": True, "use_qk_norm": True,
         "rope_parameters": _PARTIAL["rope_parameters"]}, _glm4_moe, _correction),
     "dots1": Case("dots1", "dots1", _GROUPED, _grouped, _correction),
+    "ernie4_5-moe": Case("ernie4_5-moe", "ernie4_5_moe", {
+        "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 2}, _ernie4_5_moe, _correction),
     "minimax-m2": Case("minimax-m2", "minimax_m2", {
         "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12,
         "rope_parameters": _PARTIAL["rope_parameters"]}, _minimax_m2, _correction),

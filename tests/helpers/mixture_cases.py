@@ -83,6 +83,14 @@ def _minimax_m2(**options):
         "rope_parameters": dict(_HALF_ROTATED)} | options)
 
 
+def _ernie4_5(**options):
+    from transformers import Ernie4_5_MoeConfig
+
+    return Ernie4_5_MoeConfig(**SIZES | {
+        "num_hidden_layers": 4, "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 13,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "pad_token_id": None} | options)
+
+
 def _phimoe(**options):
     from transformers import PhimoeConfig
 
@@ -153,6 +161,9 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         use_qk_norm=True, attention_bias=True, head_dim=12, n_group=1, topk_group=1,
         norm_topk_prob=False, first_k_dense_replace=2),
     "minimax_m2": _minimax_m2,
+    "ernie4_5_moe": _ernie4_5,
+    "ernie4_5_moe_ends": lambda: _ernie4_5(moe_layer_end_index=2, moe_layer_interval=2,
+                                           moe_num_shared_experts=0, tie_word_embeddings=False),
     "phimoe": _phimoe,
     "phimoe_longrope": lambda: _phimoe(rope_parameters=dict(_LONG_ROPE), sliding_window=6),
     "granitemoe": lambda: _granite("GraniteMoe", tie_word_embeddings=True),

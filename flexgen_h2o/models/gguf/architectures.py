@@ -400,6 +400,11 @@ def _glm4_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
             "use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensors}
 
 
+def _ernie4_5_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {"moe_num_shared_experts": meta.count("expert_shared_count", 0, least=0),
+            "moe_layer_start_index": meta.count("leading_dense_block_count", 0, least=0)}
+
+
 def _phimoe(meta: Metadata, head_dim: int) -> dict[str, Any]:
     return {"attention_bias": biased(meta, "attn_q", "attn_k", "attn_v", "attn_output"),
             "lm_head_bias": "output.bias" in meta.tensors,
@@ -521,6 +526,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     "dots1": Architecture(
         "dots1", "Dots1ForCausalLM", counts=_GROUPED, more=_grouped_moe, bare=_CORRECTION,
         fixed={"hidden_act": "silu"}, float32=_ROUTER, layer=_table(_SHARED_EXPERTS, _QK_NORMS)),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", more=_ernie4_5_moe, bare=_CORRECTION,
+        counts=_table(_SIZES, moe_num_experts="expert_count", moe_k="expert_used_count",
+                      moe_layer_interval="interleave_moe_layer_step",
+                      moe_intermediate_size="expert_feed_forward_length"),
+        fixed={"hidden_act": "silu", "use_bias": False}, single_rows=_CORRECTION, float32=_ROUTER,
+        layer=_table(_SHARED_EXPERTS, exp_probs_b="mlp.moe_statics.e_score_correction_bias")),
     "minimax-m2": Architecture(
         "minimax_m2", "MiniMaxM2ForCausalLM", rope=partial_rope, fixed={"hidden_act": "silu"},
         counts=_table({name: _LOCAL[name] for name in _LOCAL if name != "intermediate_size"},
