@@ -133,8 +133,8 @@ class RouterConfig:
     scale : float
         Factor of the weights.
     groups, groups_per_token : int
-        Experts are in `groups` groups of equal size. Those of a token are in its
-        `groups_per_token` best groups (arXiv 2412.19437, section 2.1.2).
+        Number of expert groups of equal size, and the number of groups that a token may choose
+        experts from (arXiv 2412.19437, section 2.1.2).
     group_experts : int
         The best experts of a group whose scores are summed to rank the group.
     jitter : float

@@ -53,8 +53,8 @@ class Decoder:
     """
 
     DEFAULTS: ClassVar[Mapping[str, Mapping[str, Any]]]
-    # Checkpoints saved from the bare model lack the leading "model."; those of models with vision
-    # have one of the others.
+    # Checkpoints saved from the bare model lack the leading "model."; vision-language checkpoints
+    # use one of the other prefixes.
     prefixes: tuple[tuple[str, str], ...] = (
         ("model.", ""), ("model.", "language_model.model."), ("model.", "model.language_model."),
         ("lm_head.", "language_model.lm_head."))

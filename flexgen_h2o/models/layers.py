@@ -367,7 +367,7 @@ def activate_(x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
 def xielu_(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> None:
     """Compute xIELU (arXiv 2411.13010) of x [rows, width] in place; its parameters are [1] each.
 
-    Constants are those of transformers: beta 0.5, and an upper bound of -1e-6 for expm1.
+    The constants equal transformers': beta 0.5, and an upper bound of -1e-6 for expm1.
     """
     positive, negative = F.softplus(alpha_p.float()), 0.5 + F.softplus(alpha_n.float())
 

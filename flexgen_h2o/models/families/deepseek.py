@@ -82,7 +82,7 @@ class DeepSeek(MixtureDecoder):
 
     def read(self, f: Fields) -> ModelConfig:
         latent = _read_latent(f)
-        # What rotates is a head of its own; a head_dim in config.json, if any, is this.
+        # The rotary dimensions are a head of their own; head_dim in config.json is its size.
         f = Fields(f.name, {**f.values, "head_dim": latent.rope_dim}, f.defaults)
         rope = read_rope(f)
         scale = latent.query_dim ** -0.5 * _yarn_scale(f, rope)

@@ -1,5 +1,5 @@
 """OLMo 2 (arXiv 2501.00656) and OLMo 3: norms after attention and MLP, and over all query and key
-heads. In OLMo 3 three of four layers have windows; a rope scaling is that of the others."""
+heads. In OLMo 3 three of four layers have windows; rope scaling applies to the other layers."""
 
 from __future__ import annotations
 

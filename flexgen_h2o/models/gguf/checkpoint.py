@@ -126,8 +126,8 @@ class GgufTensor:
 class FusedExperts:
     """One tensor for all experts of a layer, as the hub's checkpoints have it.
 
-    In Granite, the rows of gate precede those of up. In gpt-oss they alternate, and values are
-    transposed. In MXFP4 the hub has a tensor of codes and one of scales.
+    In Granite, gate rows come before up rows. In gpt-oss, gate and up rows alternate, and values
+    are transposed. In MXFP4 the hub has a tensor of codes and one of scales.
 
     Attributes
     ----------
