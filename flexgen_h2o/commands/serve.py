@@ -139,8 +139,7 @@ def run(options: ServeOptions) -> None:
 def open_server(options: ServeOptions) -> Iterator[Server]:
     """Open the data directory and the model, and begin with batches that are left.
 
-    The server listens when it runs. At the end of the ``with`` statement the current block ends,
-    and its results are stored; after an error, it ends with its next token.
+    The server listens and computes when it runs: run it in this thread, whose OpenMP threads exist.
 
     Raises
     ------
@@ -186,9 +185,6 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
                 tokenizer.start()
                 scheduler.start()
                 yield Server(app, scheduler, listener)
-            except BaseException:
-                scheduler.interrupt()
-                raise
             finally:
                 scheduler.close()
 

@@ -1,4 +1,4 @@
-"""The thread that computes: live requests and lines of batches share its blocks. No torch.
+"""The loop that computes: live requests and lines of batches share its blocks. No torch.
 
 Live requests come first. What they leave is for batches: the oldest one has half of it, the next
 one half of the rest, and so on. A batch has few blocks of requests in memory.
@@ -117,7 +117,6 @@ class Scheduler:
         self._stopping = False
         self._failures, self._error = 0, ""
         self._tokens = Rate(_RATE_SECONDS)
-        self._thread = threading.Thread(target=self._work, name="engine")
 
     def start(self) -> None:
         """Compute one token, then begin with the batches that are left.
@@ -130,25 +129,37 @@ class Scheduler:
             if batch.status == "cancelling":
                 self._cancelled.add(batch.id)
             self.open_batch(batch.id)
-        self._thread.start()
+
+    def run(self) -> None:
+        """Compute blocks until `stop`. Errors fail live requests, and batches go on later.
+
+        Call it in the thread that opened the LLM: OpenMP keeps threads for each thread that
+        computes, and these would be more than the CPUs.
+        """
+        try:
+            while not self._stopping:
+                try:
+                    self._update_runs()
+                    self._feed()
+                    if self._session.unfinished:
+                        self._step()
+                        self._failures, self._error = 0, ""
+                    else:
+                        self._wake.wait(1.0)
+                        self._wake.clear()
+                except Exception as error:
+                    self._recover(error)
+        finally:
+            self._stopping = True
+            self._give_up("the server is stopping")
 
     def stop(self) -> None:
-        """End after the current block; see `close`."""
+        """Let `run` return after the current block."""
         self._stopping = True
         self._wake.set()
 
-    def interrupt(self) -> None:
-        """Let the current block end with its next token."""
-        self._session.interrupt()
-
     def close(self) -> None:
-        """Wait for the end of the current block and store its results.
-
-        Live requests that are unfinished fail. Batches go on when the server is started again.
-        """
-        self.stop()
-        if self._thread.ident is not None:
-            self._thread.join()
+        """Close the files of batches, which go on when the server is started again."""
         self._files.shutdown(cancel_futures=True)
         with suppress(queue.Empty):
             while True:
@@ -166,10 +177,8 @@ class Scheduler:
             live, sequences = self._live, len(self._owners)
             tokens_per_second = self._tokens.sample(self._session.generated_tokens)
             batches = {run.id: run.progress() for run in [*self._runs]}
-        alive = self._thread.is_alive()
         return {
-            "state": ("stopping" if self._stopping else "ok" if alive and not self._error
-                      else "error"),
+            "state": "stopping" if self._stopping else "error" if self._error else "ok",
             "error": self._error, "live": live, "running": min(sequences, self._block),
             "waiting": max(0, sequences - self._block), "block_sequences": self._block,
             "tokens_per_second": tokens_per_second, "batches": batches,
@@ -340,22 +349,6 @@ class Scheduler:
         self._retry_later(run.id, error)
 
     # The engine.
-
-    def _work(self) -> None:
-        """Compute blocks until `stop`. Errors fail live requests, and batches go on later."""
-        while not self._stopping:
-            try:
-                self._update_runs()
-                self._feed()
-                if self._session.unfinished:
-                    self._step()
-                    self._failures, self._error = 0, ""
-                else:
-                    self._wake.wait(1.0)
-                    self._wake.clear()
-            except Exception as error:
-                self._recover(error)
-        self._give_up("the server is stopping")
 
     def _step(self) -> None:
         """Compute a block and hand out what it has finished."""

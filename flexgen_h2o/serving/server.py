@@ -1,10 +1,11 @@
-"""The HTTP server around the application."""
+"""The HTTP server around the application, in a thread beside the one that computes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import uvicorn
@@ -23,7 +24,7 @@ class Server(uvicorn.Server):
     ----------
     app : ASGIApp
     scheduler : Scheduler
-        Stopped with the server.
+        Runs with the server, in the thread that calls `run`.
     listener : socket
         Bound to the address to listen on.
 
@@ -43,8 +44,23 @@ class Server(uvicorn.Server):
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until `end`."""
-        asyncio.run(self.serve(sockets or [self._listener]))
+        """Serve until `end`. After an error, end at once."""
+        with ThreadPoolExecutor(1, "http") as executor:
+            http = executor.submit(self._listen, sockets or [self._listener])
+            try:
+                self._scheduler.run()
+            except BaseException:
+                self.force_exit = True
+                raise
+            finally:
+                self.should_exit = True
+        http.result()
+
+    def _listen(self, sockets: list[socket.socket]) -> None:
+        try:
+            asyncio.run(self.serve(sockets))
+        finally:
+            self._scheduler.stop()
 
     def end(self) -> None:
         """Let `run` return after the current block. Signal handlers may call it."""
