@@ -56,7 +56,7 @@ LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storag
          "models.shapes", "models.positions", "models.registry", "models.fields",
          "models.rope", "models.decoder", "models.families",
          "models.quantization", "models.gguf.architectures",
-         "models.gguf", "models.gguf.config", "models.gguf.header",
+         "models.gguf", "models.gguf.config", "models.gguf.header", "models.gguf.rope",
          "engine", "engine.schedule",
          "engine.batch", "distributed.heartbeat",
          "engine.detokenization", "engine.slot_policy", "engine.expert_counts",

@@ -184,7 +184,7 @@ class MixtureDecoder(Decoder):
 
 def read_experts(f: Fields, *, width: str = "moe_intermediate_size",
                  per_token: str = "num_experts_per_tok", router: RouterConfig | None = None,
-                 shared_ffn_size: int = 0) -> ExpertsConfig:
+                 shared_experts: str = "", shared_ffn_size: int = 0) -> ExpertsConfig:
     """Return the experts that a config.json describes.
 
     Parameters
@@ -193,8 +193,10 @@ def read_experts(f: Fields, *, width: str = "moe_intermediate_size",
         The keys of an expert's width and of the experts per token.
     router : RouterConfig, optional
         None: softmax scores, normalized by norm_topk_prob.
+    shared_experts : str
+        The key of the number of shared experts, each as wide as the others.
     shared_ffn_size : int
-        Width of the shared expert; 0: there is none.
+        Width of the shared expert if there is no such key; 0: there is none.
 
     Raises
     ------
@@ -205,6 +207,8 @@ def read_experts(f: Fields, *, width: str = "moe_intermediate_size",
     count = f.count(first(*keys, *(key for key in COUNTS if f.raw(key))) or COUNTS[0])
     if router is None:
         router = RouterConfig(normalize=f.flag("norm_topk_prob"))
+    if f.raw(shared_experts):
+        shared_ffn_size = f.count(width) * f.count(shared_experts)
     experts = ExpertsConfig(count, f.count(per_token), f.count(width), router, shared_ffn_size)
     total = experts.count * f.count("num_hidden_layers")
     if total > _MAX_EXPERTS:

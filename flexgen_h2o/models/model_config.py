@@ -187,6 +187,8 @@ class ModelConfig:
         Whether norms without a bias are layer norms, instead of RMS norms.
     norm_offset : float
         Added to the weights of RMS norms.
+    post_norms : bool
+        GLM-4-0414: the outputs of attention and MLP are normed.
     embed_scale, residual_scale : float
         Factors of embeddings, and of the outputs of attention and MLP.
     logit_divisor : float
@@ -246,6 +248,7 @@ class ModelConfig:
     clip_qkv: float = 0.0
     layer_norm: bool = False
     norm_offset: float = 0.0
+    post_norms: bool = False
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0

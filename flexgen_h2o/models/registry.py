@@ -58,7 +58,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
     "exaone4": "exaone4",
     "smollm3": "smollm3",
     "glm": "glm",
-    "glm4": "glm4",
+    "glm4": "glm",
     "cohere": "cohere",
     "cohere2": "cohere",
     "apertus": "apertus",

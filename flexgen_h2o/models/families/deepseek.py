@@ -95,8 +95,7 @@ class DeepSeek(MixtureDecoder):
             attention=(AttentionVariant(scale=scale),) * common["num_layers"],
             attention_bias=bias,
             out_bias=bias,
-            experts=read_experts(f, router=_read_router(f), shared_ffn_size=(
-                f.count("moe_intermediate_size") * f.count_or("n_shared_experts", 0))),
+            experts=read_experts(f, router=_read_router(f), shared_experts="n_shared_experts"),
             dense_layers=_read_dense_layers(f),
         )
 

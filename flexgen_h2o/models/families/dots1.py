@@ -39,9 +39,8 @@ class Dots1(MixtureDecoder):
             out_bias=bias,
             qk_norm=True,
             attention=f.attention_variants(local),
-            experts=read_experts(
-                f, router=read_grouped_router(f),
-                shared_ffn_size=f.count("moe_intermediate_size") * f.count("n_shared_experts")),
+            experts=read_experts(f, router=read_grouped_router(f),
+                                 shared_experts="n_shared_experts"),
             dense_layers=read_leading_dense(f),
         )
 

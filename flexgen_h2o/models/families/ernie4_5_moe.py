@@ -30,13 +30,12 @@ class Ernie45Moe(MixtureDecoder):
 
     def read(self, f: Fields) -> ModelConfig:
         f.refuse("use_bias")
-        shared = f.raw("moe_num_shared_experts") and f.count("moe_num_shared_experts")
         router = RouterConfig(min_sum=f.number("moe_norm_min"))
         return ModelConfig(
             **f.decoder("ernie4_5_moe", read_rope(f)),
             rope_interleaved=True,
             experts=read_experts(f, per_token="moe_k", router=router,
-                                 shared_ffn_size=f.count("moe_intermediate_size") * (shared or 0)),
+                                 shared_experts="moe_num_shared_experts"),
             dense_layers=_dense_layers(f),
         )
 

@@ -44,9 +44,8 @@ class Glm4Moe(MixtureDecoder):
             **f.decoder("glm4_moe", read_rope(f, partial=glm)),
             attention_bias=f.flag("attention_bias"),
             qk_norm=glm and f.flag("use_qk_norm"),
-            experts=read_experts(
-                f, router=read_grouped_router(f),
-                shared_ffn_size=f.count("moe_intermediate_size") * f.count("n_shared_experts")),
+            experts=read_experts(f, router=read_grouped_router(f),
+                                 shared_experts="n_shared_experts"),
             dense_layers=read_leading_dense(f) if glm else (),
         )
 

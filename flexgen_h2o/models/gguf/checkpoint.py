@@ -22,14 +22,10 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference.blocks import dequantize, interleave_nibbles
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
-from flexgen_h2o.models.gguf.architectures import (
-    EXPERTS,
-    ROPE_TENSORS,
-    Architecture,
-    extra_layers,
-)
+from flexgen_h2o.models.gguf.architectures import EXPERTS, Architecture, extra_layers
 from flexgen_h2o.models.gguf.config import architecture_of, kv_heads
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, read_header
+from flexgen_h2o.models.gguf.rope import ROPE_TENSORS
 
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32
 _MXFP4_BLOCK = 32
