@@ -28,6 +28,7 @@ INPUT, OUTPUT = "batch", "batch_output"
 """Purposes of files."""
 
 _PARTIAL = ".part"  # suffix of an upload that is not complete
+_VERSION = 1  # raise it when earlier releases cannot read the database any more
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -121,7 +122,8 @@ class Store:
     Raises
     ------
     UserError
-        The folder cannot be written, another server uses it, or the database is damaged.
+        The folder cannot be written, another server uses it, or the database is damaged or of a
+        newer release.
     """
 
     def __init__(self, folder: str):
@@ -155,7 +157,13 @@ class Store:
             (state,), = database.execute("PRAGMA quick_check(1)")
             if state != "ok":
                 raise sqlite3.DatabaseError(state)
+            (version,), = database.execute("PRAGMA user_version")
+            if version > _VERSION:
+                raise UserError(f"the database {path} was written by a newer release: use that "
+                                "one, or choose another --data-dir")
             database.executescript(_SCHEMA)
+            if version < _VERSION:  # a full disk must not keep others from being opened
+                database.execute(f"PRAGMA user_version = {_VERSION}")
             for kind, name in _KINDS.items():
                 for data, in database.execute("SELECT data FROM records WHERE kind = ?", (name,)):
                     msgspec.json.decode(data, type=kind)

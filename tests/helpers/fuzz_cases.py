@@ -1,6 +1,6 @@
 """Fuzz targets: valid files, mutations of them, and the parsers that read them.
 
-Cases are drawn from a `random.Random`, which hypothesis controls and shrinks.
+Cases are drawn from a `random.Random`.
 """
 
 from __future__ import annotations
@@ -131,20 +131,25 @@ def json_case(rng: random.Random, good: Any) -> bytes:
 class Target:
     """A parser of untrusted input: `draw` makes the bytes that `read` gets.
 
-    `read` may raise `UserError` and nothing else.
+    `read` may raise `UserError` and nothing else, and connect to `port` of this machine.
     """
 
     draw: Callable[[random.Random], bytes]
     read: Callable[[bytes], object]
+    port: int | None = None
 
 
-def make_model(folder: Path) -> None:
-    """Write a LLaMA of a few kilobytes with a tokenizer."""
+def make_model(folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write a LLaMA of a few kilobytes with a tokenizer; a few values recur in its weights."""
+    def values(name: str) -> torch.Tensor:
+        pattern = (torch.arange(torch.Size(SHAPES[name]).numel()) * 7919 % 31 - 15) / 16
+        return (1 + pattern / 8 if "norm" in name else pattern).to(dtype).reshape(SHAPES[name])
+
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     write_safetensors(folder / "model.safetensors",
-                      {name: (torch.float32, shape) for name, shape in SHAPES.items()},
-                      lambda name: iter([torch.ones(SHAPES[name])]))
+                      {name: (dtype, shape) for name, shape in SHAPES.items()},
+                      lambda name: iter([values(name)]))
     vocab = {f"w{number}": number for number in range(16)}
     (folder / "tokenizer.json").write_text(json.dumps({
         "version": "1.0", "added_tokens": [{

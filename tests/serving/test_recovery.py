@@ -271,6 +271,14 @@ def test_a_damaged_database_is_refused(tmp_path, damage):
     assert len(list((tmp_path / "files").iterdir())) == 200
 
 
+def test_a_database_of_a_newer_release_is_refused(tmp_path):
+    Store(str(tmp_path)).close()
+    database = sqlite3.connect(tmp_path / "serve.db")
+    database.execute("PRAGMA user_version = 1000")
+    database.close()
+    assert "newer release" in refused(lambda: Store(str(tmp_path)), "serve.db")
+
+
 def test_partial_uploads_are_removed(tmp_path):
     tmp_path = tmp_path / "new"
     store = Store(str(tmp_path))
