@@ -14,17 +14,17 @@ from pathlib import Path
 from flexgen_h2o.cli.commands import COMMANDS, command_module
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "command-line.md"
-LIKE_GENERATE = ("plan", "bench")
-"""Those of which only flags that are not exactly `generate`'s get rows of their own."""
+LIKE_GENERATE = ("plan", "bench", "batch", "serve")
+"""Commands whose tables have only the flags that differ from `generate`'s."""
 
 HEAD = """\
 # Command line
 
 Every command is `flexgen-h2o NAME` or `python -m flexgen_h2o NAME`, and has `--help` (the common
 flags), `--help-all` and `--version`. `flexgen-h2o` with flags alone is `generate`, as is
-`python -m flexgen_h2o.flex_opt`; torchrun starts `-m flexgen_h2o.batch`. Names are as in FlexGen
-and of the H2O repository where these have the flag. `summarize` and `stream` also take underscores
-for dashes. A size is a number of bytes, or `6GB`, `500MB`, `1.5GiB`. The script that
+`python -m flexgen_h2o.flex_opt`; torchrun starts `-m flexgen_h2o.batch`. Flags that
+FlexGen or the H2O repository also have keep their names. `summarize` and `stream` also take
+underscores for dashes. A size is a number of bytes, or `6GB`, `500MB`, `1.5GiB`. The script that
 `flexgen-h2o --print-completion bash` (`zsh`, `tcsh`) prints completes all of this in a shell.
 
 `tools/command_line_page.py` makes this page from the tables that parse the flags."""

@@ -99,8 +99,8 @@ class ProbedCache(_MemoryCache):
     attend : callable (layer, number, q, k, v) -> Tensor like q
         q is [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]; q and k are rotated.
     numbers : sequence of int
-        `number` of each block's sequence, in the order in which blocks begin. It may grow until
-        then.
+        `number` of each block's sequence, in the order in which blocks begin. Appended to
+        while blocks are built, before they begin.
     """
 
     def __init__(self, attend: Callable[..., Tensor], numbers: Sequence[int]):

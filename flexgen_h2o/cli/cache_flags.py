@@ -69,14 +69,14 @@ def _check_sized(flags: RunFlags, size_flags: list[str]) -> None:
     if flags.eviction == "full":
         raise UserError(f"{flag('eviction')} full keeps all: leave {(ratios + counts)[0]} out")
     if flags.attn_sparsity != 1:
-        raise UserError(f"{flag('attn_sparsity')} chooses among all that came before, and so "
+        raise UserError(f"{flag('attn_sparsity')} selects among all earlier tokens, so "
                         f"nothing may be evicted: leave it or {(ratios + counts)[0]} out")
     if flags.recall:
         _check_recall(flags)
     if ratios and counts:
         raise UserError(f"give {ratios[0]} or {counts[0]}, not both")
     if flags.eviction == "h2o" and size_flags == ["recent_ratio"]:
-        raise UserError(f"{flag('recent_ratio')} says nothing of heavy hitters: give "
+        raise UserError(f"{flag('recent_ratio')} sets only recent tokens: give "
                         f"{flag('hh_ratio')} below 1 too, or {flag('eviction')} window")
     if flags.eviction == "window" and flags.sink_tokens:
         raise UserError(f"{flag('eviction')} window has no sinks: give {flag('eviction')} "

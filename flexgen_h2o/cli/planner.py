@@ -50,7 +50,7 @@ LIBRARIES = 160 << 20
 MAX_BREAK_EVEN = 0.03
 """Share of drafts that must be accepted for speculation to pay, up to which a plan chooses it."""
 RECALL_RATIO = 0.1
-"""`--hh-ratio` of a proposed recall: a new token attends to 20 % of the prompt."""
+"""`--hh-ratio` of a proposed recall. With as many recent tokens, that is 20 % of the prompt."""
 RECALL_PERPLEXITY = 1.04
 """Perplexity with that recall over the full cache's, of smollm2-135m (docs/h2o.md)."""
 

@@ -67,7 +67,7 @@ def checked(spec: Field, value: object, label: Callable[[str], str] = flag_name)
         case "path":
             path = validation.validate(validation.Text, value, name)
             if "\0" in path:
-                raise UserError(f"{name} is no path: it holds a zero byte")
+                raise UserError(f"{name} is not a path: it contains a zero byte")
             value = os.path.expanduser(path)
         case "texts" | "words":
             value = _texts(name, value)

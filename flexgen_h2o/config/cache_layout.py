@@ -201,12 +201,12 @@ class CacheOptions:
                             "value_bits the same number, or leave it out")
         if (self.h2o is not None and self.attn_sparsity < 1 and self.evicts
                 and self.h2o.without_windows().is_full):
-            raise UserError("attn_sparsity chooses among all that came before, and layers of this "
+            raise UserError("attn_sparsity selects among all earlier tokens, and layers of this "
                             "model attend to a window: leave it out")
         if self.attn_sparsity < 1 and self.recalls:
             raise UserError("recall chooses what a new token reads: leave attn_sparsity out")
         if self.attn_sparsity < 1 and (self.evicts or self.h2o is not None and self.h2o.simulate):
-            raise UserError("attn_sparsity chooses among all that came before, and so nothing may "
+            raise UserError("attn_sparsity selects among all earlier tokens, so nothing may "
                             "be evicted: leave it or h2o out")
 
     @property

@@ -29,7 +29,7 @@ def add_policy(name: str, policy: object) -> None:
     if not isinstance(name, str) or not name or name != name.strip():
         raise UserError(f"a policy's name must be a word, got {name!r}")
     if name in BUILT_IN or _registered.get(name, policy) != policy:
-        raise UserError(f"there is another policy of the name {name!r}: choose another")
+        raise UserError(f"a policy named {name!r} already exists: choose another name")
     _registered[name] = policy
 
 
@@ -42,8 +42,8 @@ def check_score(name: object) -> None:
     """Raise `UserError` unless a policy of this name is registered in this process."""
     if not isinstance(name, str) or name not in (*BUILT_IN, *_registered):
         known = ", ".join((*BUILT_IN, *_registered))
-        raise UserError(f"score must be one of {known}, got {name!r}: others are registered first, "
-                        "with register_policy, in each process")
+        raise UserError(f"score must be one of {known}, got {name!r}: register other policies "
+                        "with register_policy in every process first")
 
 
 EVICTIONS = ("h2o", "window", "sink-window", "full")

@@ -35,8 +35,8 @@ class TorchrunEnv:
             The number of ranks is not a multiple of `ranks`.
         """
         if self.ranks % ranks:
-            raise UserError(f"{self.ranks} processes are no whole replicas of --pipeline-parallel "
-                            f"{ranks}: start a multiple of {ranks}")
+            raise UserError(f"{self.ranks} processes cannot be divided into replicas of "
+                            f"{ranks} ranks (--pipeline-parallel): start a multiple of {ranks}")
         return replace(self, rank=self.rank % ranks, ranks=ranks)
 
 
@@ -70,10 +70,10 @@ def check_world_size(ranks: int, started: int, command: str) -> None:
     if ranks == started:
         return
     if ranks > 1:
-        raise UserError(f"--pipeline-parallel {ranks} is of {ranks} processes, and {started} "
-                        f"{'has' if started == 1 else 'have'} been started: torchrun "
+        raise UserError(f"--pipeline-parallel {ranks} needs {ranks} processes, and {started} "
+                        f"{'was' if started == 1 else 'were'} started: torchrun "
                         f"--nproc-per-node {ranks} -m {command} --pipeline-parallel {ranks} ...")
-    raise UserError(f"{started} processes have been started to do the same: add "
+    raise UserError(f"{started} processes were started for one rank: add "
                     f"--pipeline-parallel {started}, or start one")
 
 

@@ -140,10 +140,10 @@ class Policy:
         if not self.fetch_chosen:
             return
         if has_gpu and self.cpu_cache_compute:
-            raise UserError("fetch_chosen has no effect with cpu_cache_compute, by which the CPU "
-                            "attends where the cache is: leave one of them out")
+            raise UserError("fetch_chosen has no effect with cpu_cache_compute, which attends "
+                            "on the CPU instead: leave one of them out")
         if has_gpu and self.cache.cpu == 0:
-            raise UserError("fetch_chosen has no effect with a GPU on a cache of which none is in "
+            raise UserError("fetch_chosen has no effect with a GPU if no part of the cache is in "
                             "host memory: leave it out")
         if not has_gpu and self.cache.disk == 0:
             raise UserError("fetch_chosen has no effect on a cache in memory: leave it out")

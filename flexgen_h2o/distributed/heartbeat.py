@@ -211,8 +211,8 @@ class HeartbeatMonitor:
         with self._failure_found:
             # The rank needs up to an interval to publish its failure, and this one to read it.
             self._failure_found.wait_for(lambda: self._failure is not None, 2.5 * self.interval)
-            return PipelineFailure(self._failure or f"{self.names[rank]} has gone: its connection "
-                                   "has closed")
+            return PipelineFailure(self._failure or f"{self.names[rank]} has exited: its "
+                                   "connection is closed")
 
     def fail(self, reason: str) -> None:
         """Publish that this rank ends with an error."""
@@ -255,8 +255,7 @@ class HeartbeatMonitor:
                                   f"answered for {self.timeout:g} s: it has died or stopped, or "
                                   "can't be reached")
             except RuntimeError:  # rank 0, or torchrun on its host, serves the store
-                self._set_failure(f"{self.names[0]} has gone: it does not keep the ranks' store "
-                                  "any more")
+                self._set_failure(f"{self.names[0]} has exited: it served the ranks' store")
             if self._failure is not None:
                 break
         self._exit_if_stuck()

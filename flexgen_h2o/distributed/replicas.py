@@ -28,8 +28,8 @@ _DONE, _LEFT = b"done", b"left"
 _BEATS_PER_TIMEOUT = 8
 _POLL = 0.1  # seconds between checks of what other replicas hold
 _WINDOWS_PER_REPLICA = 4  # at least, so that no replica waits long for the last window
-_LOST = ("replica 0, which keeps the queue and the results, has stopped or can't be reached: what "
-         "is answered stays, and the same command goes on")
+_LOST = ("replica 0, which keeps the queue and the results, has stopped or can't be reached: "
+         "answered requests are kept; run the same command to resume")
 
 
 def window_size(requests: int, replicas: int, *, block: int, limit: int) -> int:
@@ -151,7 +151,7 @@ class WindowQueue:
             store, _, _ = call_with_timeout(next, rendezvous,
                                             seconds=_START_TIMEOUT.total_seconds() + TIMEOUT)
         except (RuntimeError, ValueError, OSError) as error:
-            raise UserError("the processes of --data-parallel do not find each other at "
+            raise UserError("the processes of --data-parallel cannot connect to each other at "
                             f"MASTER_ADDR {os.environ.get('MASTER_ADDR')}: "
                             f"{str(error).splitlines()[0]}") from None
         # torchrun keeps the store and its content when it restarts all processes.

@@ -37,9 +37,9 @@ def capture_obstacle(workspace: Workspace, policy: Policy, *, device: torch.devi
     """
     obstacles = (
         (device.type != "cpu", "compute is not on a CPU"),
-        (dtype != torch.bfloat16, f"the operations of {dtype} are PyTorch's, bit by bit"),
-        (ops.uses_reference("cpu"), "the C++ kernels are missing or not wanted"),
-        (policy.sep_layer and not mixture, "attention and MLP are steps of their own"),
+        (dtype != torch.bfloat16, f"{dtype} runs PyTorch's operations"),
+        (ops.uses_reference("cpu"), "the C++ kernels are missing or disabled"),
+        (policy.sep_layer and not mixture, "attention and MLP are separate steps"),
         (not workspace.hidden.is_resident, "hidden states move between tiers"),
     )
     return next((reason for applies, reason in obstacles if applies), None)

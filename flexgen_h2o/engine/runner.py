@@ -393,7 +393,7 @@ class Runner:
                        off=self.args.no_bars)
 
     def extend(self, workspace: Workspace, batch: Batch, consumer: LogitsConsumer) -> None:
-        """Run a batch on the contents of a workspace's cache, within the run of another model."""
+        """Run a batch of a draft model on its own cache, between steps of the verifying model."""
         Executor(self.config, self.weights, workspace, transfers=self._transfers,
                  policy=self.args.policy, experts=self._experts).run([batch], consumer,
                                                                      keep_cache=True)

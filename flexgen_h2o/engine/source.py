@@ -375,8 +375,8 @@ def _check_bits(bits: int | str, activation_bits: int, device: Device) -> None:
         raise UserError(f"activation_bits 8 has no effect on weights of {bits} bits: "
                         f"{'add' if bits == 16 else 'use'} weight_bits 4")
     if activation_bits == 8 and device.torch.type != "cpu":
-        raise UserError("activation_bits 8 is for products on a CPU: leave it out, or compute on "
-                        "the device cpu")
+        raise UserError("activation_bits 8 works on a CPU only: leave it out, or compute on the "
+                        "device cpu")
 
 
 def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, WeightOptions]:

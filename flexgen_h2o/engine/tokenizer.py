@@ -325,8 +325,8 @@ class Prompts:
         if missing is not None and not self._warned:
             self._warned = True
             named = ", ".join(map(str, self._source.generation.end_tokens)) or "none"
-            _log.warning("%s: the tokenizer's EOS, %s (%d), is none of the model's end tokens (%s) "
-                         "and ends chats alone; give eos_token_id to choose", self._name,
+            _log.warning("%s: the tokenizer's EOS, %s (%d), is not an end token of the model (%s) "
+                         "and only ends chats; give eos_token_id to choose", self._name,
                          self.tokenizer.eos_token, missing, named)
 
     def output(self, prompt: str | Sequence[int], ids: list[int], request: Request) -> Output:
@@ -457,7 +457,7 @@ def load_tokenizer(folder: Path | None):
             raise
         reason = " ".join(str(error).split())
         if _REMOTE_CODE in reason:
-            raise UserError(f"the tokenizer in {folder} is code of the model's own, which is not "
+            raise UserError(f"the tokenizer in {folder} needs the model's own code, which is not "
                             "run: add a tokenizer.json, or give prompts as token ids in a folder "
                             "without tokenizer files") from None
         raise UserError(f"the tokenizer in {folder} can't be read ({type(error).__name__}: "

@@ -266,12 +266,12 @@ def _whole_rows(flag: str, path: Path, columns: tuple[str, ...]) -> list[dict[st
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"cannot go on with {flag} {path}: {error}") from None
+        raise UserError(f"cannot resume {flag} {path}: {error}") from None
     if not end:
         return []
     if tuple(reader.fieldnames or ()) != columns or any(
             None in row or None in row.values() for row in rows):
-        raise UserError(f"{flag} {path} has other columns than are to be written: choose another")
+        raise UserError(f"{flag} {path} has other columns: choose another file")
     if end < len(content):
         os.truncate(path, end)
     return rows
@@ -336,8 +336,8 @@ class SettingsFile:
         """Raise `UserError` unless the results were made with the same settings."""
         advice = "choose another file, or delete this one"
         if not os.path.exists(self.path):
-            raise UserError(f"{self._flag} {self._results} is there without {self.path}, so that "
-                            f"it cannot be continued: {advice}")
+            raise UserError(f"{self._flag} {self._results} exists without {self.path}, so that it "
+                            f"cannot be resumed: {advice}")
         saved = read_yaml(self._flag, self.path)
         saved = saved if isinstance(saved, dict) else {}
         for name in self._deciding:

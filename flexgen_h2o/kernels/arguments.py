@@ -165,7 +165,7 @@ def check_slots(name: str, slots: Tensor, sequences: int, k: Tensor, layout: Cac
     """Check slots [kinds, sequences, kv_heads, n, width] of vectors like k's, or of a layout."""
     check(slots.dim() == 5, name, f"slots must have 5 dimensions, got {list(slots.shape)}")
     check(layout is None or k.shape[2] == layout.keys.length == layout.values.length, name,
-         f"records of other vectors than of {k.shape[2]} elements")
+         f"the layout is for another head_dim than {k.shape[2]}")
     kinds, width = (2, k.shape[2]) if layout is None else (layout.kinds, layout.width)
     check_tensors(name, k.dtype if layout is None else torch.uint8,
            slots=(slots, (kinds, sequences, k.shape[1], slots.shape[3], width)))

@@ -109,7 +109,7 @@ def uses_reference(device: str) -> bool:
 def _is_forced() -> bool:
     value = os.environ.get("FLEXGEN_H2O_KERNELS")
     if value and value != "reference":
-        raise UserError(f"FLEXGEN_H2O_KERNELS={value}: it is reference, or not set")
+        raise UserError(f"FLEXGEN_H2O_KERNELS={value}: it must be reference or unset")
     return value == "reference"
 
 
@@ -122,7 +122,7 @@ def _has_kernels(device: str) -> bool:
     elif device == "cuda":
         missing = None if importlib.util.find_spec("triton") else "Triton is not installed"
     if missing:
-        _log.warning("plain PyTorch does attention and eviction on %s, slowly: %s", device,
+        _log.warning("attention and eviction run in plain PyTorch on %s, slowly: %s", device,
                      missing)
     return missing is None
 
@@ -155,8 +155,8 @@ def kernel_values(k: Tensor, v: Tensor, slots: Tensor, layout: CacheLayout | Non
 
 @functools.cache
 def _log_custom_policy(name: str) -> None:
-    _log.warning("the policy %r is none of the kernels' own: its decode attention and eviction run "
-                 "in plain PyTorch, slower", name)
+    _log.warning("policy %r has no fused kernel: decode attention and eviction run in plain "
+                 "PyTorch, slower", name)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *,

@@ -29,8 +29,8 @@ def check_cache(config: ModelConfig, cache: CacheOptions) -> None:
         raise UserError(f"{config.name} rotates some layers in another way than others: positions "
                         "can't roll with the cache; leave position rolling off")
     if config.rope is not None and h2o.drop_positions:
-        raise UserError(f"{config.name} has rotary positions, of which there is no end to drop: "
-                        "leave --hh-long-seq off, or use position rolling")
+        raise UserError(f"{config.name} has rotary positions, whose table has no end that could be "
+                        "dropped: leave --hh-long-seq off, or use position rolling")
 
 
 def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
@@ -62,7 +62,7 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
     evicts = h2o is not None and not h2o.is_full
     sized = evicts or h2o is not None and h2o.recall and h2o.budget_of == "prompt"
     if sized and (h2o.heavy_ratio is not None or h2o.recent_ratio is not None):
-        raise UserError("a stream has no prompt of which ratios could be: give heavy_tokens and "
+        raise UserError("a stream has no prompt, so ratios have no base: give heavy_tokens and "
                         "recent_tokens (--num-window-length)")
     if evicts and not h2o.evict_generated:
         raise UserError("a stream has no end, so generated tokens must be evicted too: leave "

@@ -72,8 +72,8 @@ class JobInput:
         try:
             status = os.fstat(self._file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise UserError(f"--input {path} is no regular file, and its lines are read twice: "
-                                "save it as one")
+                raise UserError(f"--input {path} is not a regular file, and its lines are read "
+                                "twice: save it as one")
             with catch_read_errors(path):
                 self._index(status.st_size, progress or (lambda done, total: None))
             if not len(self.keys):

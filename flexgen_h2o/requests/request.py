@@ -205,7 +205,7 @@ def read_object(line: bytes) -> dict[str, Any]:
         value = msgspec.json.decode(line)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise BadRequest(f"the line is not JSON ({reason}): mend it", code="invalid_json_line"
+        raise BadRequest(f"the line is not JSON ({reason}): fix it", code="invalid_json_line"
                          ) from None
     if not isinstance(value, dict):
         raise BadRequest(f"the line is not a JSON object, but {short_repr(value)}",
@@ -226,7 +226,7 @@ def request_id(record: Mapping[str, Any], number: int) -> str:
     if plain and type(value) is int:
         return str(value)
     if not isinstance(value, str) or not value:
-        raise BadRequest(f"the line has no {name}, a text that no other line has, but "
+        raise BadRequest(f"{name} must be a text that no other line has, got "
                          f"{short_repr(value)}" if value is not None else f"the line has no {name}",
                          param=name, code="missing_required_parameter")
     return value

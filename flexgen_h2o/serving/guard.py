@@ -116,7 +116,7 @@ class Guard:
         host, origin = headers.get("host", ""), headers.get("origin")
         name = _HOST.fullmatch(host)
         if name is None or name[1].strip("[]") not in self._hosts:
-            raise ApiError(403, f"the server has no name {host!r:.80}: use one of "
+            raise ApiError(403, f"Host {host!r:.80} is not allowed: use one of "
                            f"{', '.join(sorted(self._hosts))}, or start it with --api-key")
         if origin not in (None, f"http://{host}", f"https://{host}", *self._origins):
             raise ApiError(403, f"pages of {origin!r:.80} may not use the server: start it with "

@@ -66,7 +66,7 @@ class Server(uvicorn.Server):
         """Let `run` return after the current block. Signal handlers may call it."""
         self.should_exit = True
         with suppress(OSError):  # sys.stderr may be in the middle of a write
-            os.write(2, b"ending with the block under way; a second signal ends it at once\n")
+            os.write(2, b"stopping after the current block; a second signal stops at once\n")
 
     def capture_signals(self) -> AbstractContextManager[None]:
         """Leave signals to the command."""

@@ -315,7 +315,7 @@ class Store:
         return batch
 
     def finish_batch(self, batch: Batch, status: str) -> Batch:
-        """End a batch, and offer its files of results that are there."""
+        """End a batch, and publish the result files that exist."""
         ids = {}
         for field, name in (("output_file_id", "output"), ("error_file_id", "error")):
             id = getattr(batch, field)

@@ -190,7 +190,7 @@ def test_sampling_takes_several_ends():
     ({"min_new_tokens": 64}, "--min-new-tokens"),
     ({"attn_sparsity": 0.5, "hh_ratio": 0.1}, "leave it or --hh-ratio out"),
     ({"attn_sparsity": 0.5, "num_window_length": 9, "eviction": "sink-window"},
-     "--attn-sparsity chooses among all .* leave it or --num-window-length out"),
+     "--attn-sparsity selects among all .* leave it or --num-window-length out"),
 ])
 def test_run_config_refusals(values, match):
     refused(lambda: RunConfig.from_mapping(values), match=match)

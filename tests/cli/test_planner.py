@@ -446,7 +446,7 @@ def test_fetch_chosen_without_effect_is_dropped(tmp_path):
                                                "fetch_chosen": False})
     links = [each.best.estimate.step.resources["cpu->gpu"] for each in (plan, whole)]
     assert plan.config.fetch_chosen and 0 < links[0] < links[1]
-    with pytest.raises(UserError, match="on a cache of which none is in host memory"):
+    with pytest.raises(UserError, match="no part of the cache is in host memory"):
         plan_of(tmp_path, GPU, **recall | {"percent": (100, 0, 50, 0, 100, 0)})
 
 

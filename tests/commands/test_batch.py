@@ -486,10 +486,10 @@ def test_a_signal_ends_the_job_after_the_block(runs, after_blocks, monkeypatch, 
     after_blocks(2, lambda: signal.raise_signal(number))
     told = runs("--overwrite")
     done = runs.answered()
-    assert f"stopped, {12 - done} left: the same command goes on; {done} of 12 requests" in told
+    assert f"stopped, {12 - done} left" in told and f"{done} of 12 requests" in told
     assert 2 < done < 5 and signal.getsignal(number) == before
     told = runs("--gpu-batch-size", "3")
-    assert f"going on: {done} of 12 requests are answered" in told and "finished; 12 of 12" in told
+    assert f"resuming: {done} of 12 requests are answered" in told and "finished; 12 of 12" in told
     assert runs.texts() == whole
 
 
@@ -501,7 +501,7 @@ def test_a_second_signal_stops_at_once(runs, after_blocks):
     after_blocks(1, twice)
     told = runs(status=130)
     assert 0 < runs.answered() < 3
-    assert f"interrupted ({runs.answered()} of 12 requests are answered; the same command" in told
+    assert f"interrupted ({runs.answered()} of 12 requests are answered; run the same" in told
 
 
 def test_a_signal_while_the_model_loads_stops_at_once(runs, monkeypatch):
@@ -563,7 +563,7 @@ def test_a_fault_is_one_line_and_the_job_resumes(
         after_blocks(2, lambda: fault(runs, patch))
         told = runs("--overwrite", *flags, status=2)
         assert message in told and told.count("error: ") == 1
-        assert "of 12 requests are answered; the same command goes on)" in told
+        assert "of 12 requests are answered; run the same command to resume)" in told
         if runs.output.exists():
             assert {*runs.texts()} < {*whole}
     assert "finished; 12 of 12" in runs(*flags) and runs.texts() == whole
@@ -616,7 +616,7 @@ def test_killed_job_resumes_with_the_same_answers(runs):
                            str(moments)],
                           capture_output=True, text=True, env=environment())
     assert done.stdout.endswith(f"ended {' '.join(['-9'] * moments)}\n"), done.stdout + done.stderr
-    assert "going on: " in runs()
+    assert "resuming: " in runs()
     disturbed = runs.texts(), runs.answered()
     runs("--overwrite")
     assert disturbed == (runs.texts(), 91) and len(disturbed[0]) == 90
@@ -643,7 +643,7 @@ def test_results_of_another_job_are_refused(runs, words, tmp_path, tiny_model):
     runs.input(some(5))  # more than before
     assert "finished; 5 of 5" in runs()
     os.unlink(f"{runs.output}.config.yaml")
-    assert "cannot be continued" in runs(status=2)
+    assert "cannot be resumed" in runs(status=2)
 
 
 @pytest.mark.parametrize(("flags", "words"), [

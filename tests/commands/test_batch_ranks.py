@@ -183,7 +183,7 @@ def test_a_job_survives_its_ranks(folder, words, whole, ran, capsys, name):
         assert job.error == GONE or f"rank {job.disturbed} (" in line
         assert 0 < len(found) < 21
         assert batch.main(argv(folder, words, name)) == 0
-        assert "going on: " in capsys.readouterr().out
+        assert "resuming: " in capsys.readouterr().out
     assert answers(folder / f"{name}.jsonl") == whole
     assert not list(folder.glob(f"{name}.jsonl.rank*"))
 

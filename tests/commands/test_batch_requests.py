@@ -172,7 +172,7 @@ def test_neutral_fields_are_ignored():
 @pytest.mark.parametrize(("line", "code", "param", "words"), [
     ([1], "invalid_json_line", None, "not a JSON object"),
     ({}, "invalid_request_error", "prompt", "prompt must be"),
-    ({"prompt": "x", "id": []}, "missing_required_parameter", "id", "no id"),
+    ({"prompt": "x", "id": []}, "missing_required_parameter", "id", "id must be"),
     ({**completion(), "custom_id": None}, "missing_required_parameter", "custom_id", "custom_id"),
     ({**completion(), "method": "GET"}, "invalid_method", "method", "POST"),
     ({**completion(), "url": "/v1/embeddings"}, "invalid_url", "url", "/v1/embeddings"),

@@ -208,7 +208,7 @@ def test_leftover_replica_files_are_resumed(job, tmp_path, capsys):
     capsys.readouterr()
     assert batch.main(flags) == 0
     told = capsys.readouterr()
-    assert "going on: 18 of 21 requests are answered" in told.out + told.err
+    assert "resuming: 18 of 21 requests are answered" in told.out + told.err
     assert answers(out) == whole and bad.read_text() == failed
     assert [path.name for path in tmp_path.glob("out*rank*")] == ["out.jsonl.rankle"]
     # A file of another job is refused as it is; with --overwrite it goes.

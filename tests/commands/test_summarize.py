@@ -193,7 +193,7 @@ def test_a_file_cut_anywhere_is_continued(cut, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("damage", "message"), [
-    (lambda folder: (folder / "o.jsonl.config.yaml").unlink(), "is there without"),
+    (lambda folder: (folder / "o.jsonl.config.yaml").unlink(), "exists without"),
     (lambda folder: (folder / "o.jsonl.config.yaml").write_text("model: other"),
      "was made with model 'other', now it is 'm'"),
     (lambda folder: (folder / "o.jsonl.config.yaml").write_text("{"), "is not valid YAML"),
@@ -320,7 +320,7 @@ def test_stopped_run_is_resumed(fake, articles, tmp_path, capsys, failure):
     status = 130 if isinstance(failure, KeyboardInterrupt) else 2
     assert run(articles, out, "--batch-size", 1) == status
     error = capsys.readouterr().err
-    assert f"(8 of 11 lines are in {out}; the same command goes on)" in error
+    assert f"(8 of 11 lines are in {out}; run the same command to resume)" in error
     assert error.count("\n") == 1 and len(read_jsonl(out)) == 8
     with open(out, "ab") as file:
         file.write(b'{"index": 8, "summ')

@@ -145,7 +145,7 @@ def test_a_closed_rank_is_not_a_failure(ranks):
 
 def test_a_closed_connection_names_its_rank():
     monitor = HeartbeatMonitor(MemoryStore(), 0, NAMES, timeout=0.1, progress_timeout=60)
-    assert str(monitor.connection_lost(2)) == "rank 2 (c) has gone: its connection has closed"
+    assert str(monitor.connection_lost(2)) == "rank 2 (c) has exited: its connection is closed"
 
 
 def test_a_silent_store_fails_the_monitor():

@@ -113,7 +113,7 @@ def test_tokenizers_with_own_code_are_read_from_json(tiny_model, tmp_path):
     tokenizer = load_tokenizer(folder)
     assert tokenizer(TEXT).input_ids == expected and tokenizer.eos_token_id == 3
     (folder / "tokenizer.json").unlink()
-    refused(lambda: load_tokenizer(folder), "code of the model's own", "tokenizer.json")
+    refused(lambda: load_tokenizer(folder), "the model's own code", "tokenizer.json")
 
 
 def test_a_short_limit_of_a_tokenizer_is_no_warning(tiny_model, tmp_path, monkeypatch, caplog):

@@ -59,7 +59,7 @@ def test_a_conversation_with_recall(tiny_model, key):
         expected = answers(llm, turns, 6, max_tokens=140)
     with open_llm(tiny, h2o, chunk=6, cache=Placement(0, 0, 100)) as llm:
         assert answers(llm, turns, 6, max_tokens=140) == expected
-    with open_llm(tiny, RECALL) as llm, pytest.raises(UserError, match="no prompt of which ratios"):
+    with open_llm(tiny, RECALL) as llm, pytest.raises(UserError, match="ratios have no base"):
         llm.stream(max_tokens=100)
 
 

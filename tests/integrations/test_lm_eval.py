@@ -442,7 +442,7 @@ def test_fit_batch_halves_until_the_plan_fits(folder):
     ({"percent": "0/100/100"}, "percent takes 4 or 6 numbers"),
     ({"pretrained": "opt-125m", "weight_cache": "w"},
      "weight_cache has no effect on weights of 16 bits: add weight_bits 4"),
-    ({"attn_sparsity": 0.5, **H2O}, "attn_sparsity chooses among all that came before, and so "),
+    ({"attn_sparsity": 0.5, **H2O}, "attn_sparsity selects among all earlier tokens"),
     ({"num_window_length": 2, "sink_tokens": 2}, "num_window_length 2 leaves no recent tokens"),
     ({"evict_prmpt": True}, "did you mean evict_prompt?"),
     ({"qqq": 1}, "model_args: unknown key 'qqq': it takes pretrained, "),

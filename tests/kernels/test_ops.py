@@ -414,7 +414,7 @@ def test_devices_without_kernels_use_the_reference(monkeypatch, caplog):
         out, taken = ops.decode_attention(**meta)
         assert out.shape == case["q"].shape and taken.shape == (2, 2)
     assert [record.getMessage() for record in caplog.records] == [
-        "plain PyTorch does attention and eviction on meta, slowly: no kernels for this kind of "
+        "attention and eviction run in plain PyTorch on meta, slowly: no kernels for this kind of "
         "device"]
 
 

@@ -159,7 +159,7 @@ def test_sigterm_ends_the_server(words, tmp_path):
     out, err = process.communicate(timeout=DEADLINE)
     served.close()
     assert (process.returncode, err) == (
-        0, "ending with the block under way; a second signal ends it at once\n")
+        0, "stopping after the current block; a second signal stops at once\n")
     with serving(flags(words, tmp_path)) as served:
         assert served.wait(batch.id).request_counts.completed == 80
 

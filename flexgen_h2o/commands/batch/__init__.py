@@ -255,14 +255,14 @@ def _resume(options: BatchOptions, config: RunConfig, source: JobInput, *, resul
     remaining, failed = np.flatnonzero(~answered), int((answered & ~succeeded).sum())
     done = len(source) - len(remaining)
     if 0 < done < len(source):
-        print_stdout(f"going on: {done} of {len(source)} requests are answered")
+        print_stdout(f"resuming: {done} of {len(source)} requests are answered")
     return remaining, JobProgress(len(source), done, failed, options.progress_file)
 
 
 def _announce_end() -> None:
     # In a signal handler, sys.stderr may be in the middle of a write.
     with suppress(OSError):
-        os.write(2, b"\nending with the block under way; a second signal stops at once\n")
+        os.write(2, b"\nstopping after the current block; a second signal stops at once\n")
 
 
 @contextmanager
@@ -273,8 +273,8 @@ def _report_partial(progress: JobProgress) -> Iterator[None]:
     except (UserError, KeyboardInterrupt) as error:
         with suppress(UserError):  # the disk may be full
             progress.end()
-        where = f"({progress.answered} of {progress.total} requests are answered; the same " \
-            "command goes on)"
+        where = f"({progress.answered} of {progress.total} requests are answered; run " \
+            "the same command to resume)"
         raise type(error)(f"{error} {where}".lstrip()) from None
 
 

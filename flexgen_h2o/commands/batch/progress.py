@@ -140,7 +140,8 @@ class JobProgress:
 
     def text(self) -> str:
         """Summarize the run in a line."""
-        state = f"stopped, {self.left} left: the same command goes on" if self.left else "finished"
+        state = (f"stopped, {self.left} left: run the same command to resume" if self.left
+                 else "finished")
         rate = self.tokens_per_second
         return (f"{state}; {self.answered} of {self.total} requests answered, {self.failed} of "
                 f"them failed; {self.generated_tokens} tokens in {self.seconds:.1f} s"

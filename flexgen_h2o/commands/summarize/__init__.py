@@ -258,7 +258,8 @@ def _report_partial(file: ResumableJsonl, total: int) -> Iterator[None]:
     except (UserError, KeyboardInterrupt) as error:
         if not file.count:
             raise
-        where = f"({file.count} of {total} lines are in {file.path}; the same command goes on)"
+        where = (f"({file.count} of {total} lines are in {file.path}; run the same command to "
+                 "resume)")
         raise type(error)(f"{error} {where}".lstrip()) from None
 
 

@@ -56,9 +56,9 @@ def _download_errors() -> Iterator[None]:
             raise
         reason = " ".join(str(cause).split())[:300] or type(cause).__name__
         raise UserError(
-            f"the data or metrics of a task can't be had ({reason}): run it once with a network "
-            "and without HF_HUB_OFFLINE, which keeps them for later, or give a task over local "
-            "files with --include_path") from error
+            f"the data or metrics of a task cannot be downloaded ({reason}): run it once with a "
+            "network and without HF_HUB_OFFLINE, which keeps them for later, or give a task over "
+            "local files with --include_path") from error
 
 
 def _is_download_error(error: BaseException) -> bool:

@@ -152,8 +152,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     """
     layer: H2OLayer | None = getattr(key, "h2o_layer", None)
     if layer is None and options.get("s_aux") is not None:
-        raise UserError("while H2O is enabled a model with learned sinks runs with an H2OCache "
-                        "alone: generate brings one, new_cache() makes one")
+        raise UserError("while H2O is enabled, a model with learned sinks needs an H2OCache: "
+                        "generate creates one, and so does new_cache()")
     if layer is None:
         return AttentionInterface()["sdpa"](module, query, key, value, attention_mask,
                                             scaling=scaling, **options)

@@ -35,7 +35,7 @@ REFUSED = {
     "prefill_chunk_size": "the budget comes from the whole prompt; H2OConfig(prompt_chunk=...) "
                           "evicts inside of prompts",
     "custom_generate": "its use of a cache is unknown",
-    "output_attentions": "attention weights are never all there",
+    "output_attentions": "attention weights are never stored",
 }
 
 

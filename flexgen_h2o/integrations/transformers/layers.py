@@ -366,7 +366,7 @@ class SimulatedLayer(H2OLayer):
         if past == 0:
             self._sequences.append(self._new_cache(step, sequence))
         cache, tokens = self._sequences[sequence], past + len(q)
-        # The simulation evicts from a span that ends its prompt.
+        # The simulation evicts only at a prompt's end; tokens + 1 marks a span that is not the end.
         end = tokens if self._evicts(step, sequence, tokens) else tokens + 1
         cache.resume([BatchLayout((end,), 0)])
         return cache.attend_prompt(0, 0, q, k, v, spans=[PromptChunk(0, past, tokens)],

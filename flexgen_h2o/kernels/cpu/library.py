@@ -151,7 +151,7 @@ def _check_status(name: str, status: int) -> None:
     if status == 1:
         raise MemoryError(f"no memory for the workspace of {name}")
     if status:
-        raise ValueError(f"{name}: a tensor of indices points outside of what it indexes")
+        raise ValueError(f"{name}: an index is out of range")
 
 
 def idle_team(threads: int) -> None:

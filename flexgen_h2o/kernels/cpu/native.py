@@ -378,13 +378,13 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChang
     tables = (len(x), half)
     check_tensors("rotate", dtype, x=(x, x.shape))
     check_tensors("rotate", torch.float32, cos=(cos, tables), sin=(sin, tables))
-    check(2 * half <= x.shape[2], "rotate", f"tables of {half} turn more than "
-         f"{x.shape[2]} elements")
+    check(2 * half <= x.shape[2], "rotate", f"rotary tables of {half} pairs exceed "
+         f"{x.shape[2]} dimensions")
     factor, shift, mean = (None, None, None) if change is None else (
         change.factor, change.shift, None if offsets is None else change.mean)
     kv_heads = x.shape[1] if factor is None else len(factor)
     check(kv_heads > 0 and x.shape[1] % kv_heads == 0, "rotate",
-         f"{x.shape[1]} heads are no multiple of {kv_heads} KV heads")
+         f"{x.shape[1]} heads are not a multiple of {kv_heads} KV heads")
     constants = (kv_heads, x.shape[2])
     check_tensors("rotate", torch.float32, factor=(factor, constants), shift=(shift, constants),
            mean=(mean, constants), offsets=(offsets, tuple(x.shape[:2])))
