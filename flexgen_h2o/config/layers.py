@@ -184,6 +184,9 @@ class ExpertsConfig:
     shared_ffn_size : int
         Intermediate size of the shared expert; 0: there is none. Several are one of their total
         size.
+    scale_inputs : bool
+        Llama 4: a token's routing weight multiplies the input of its only expert, instead of the
+        output.
     gate_slope, gate_limit : float
         gpt-oss: the activation is ``x * sigmoid(gate_slope * x)`` with x clamped to `gate_limit`.
     """
@@ -193,6 +196,7 @@ class ExpertsConfig:
     ffn_size: int
     router: RouterConfig = RouterConfig()
     shared_ffn_size: int = 0
+    scale_inputs: bool = False
     gate_slope: float = 1.0
     gate_limit: float = 0.0
 

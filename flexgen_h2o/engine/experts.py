@@ -81,6 +81,10 @@ class ExpertMatmuls:
         counts : sequence of int
             Rows of each expert.
         """
+        if self._config.experts.scale_inputs:
+            x = torch.mul(x, routing_weights, out=self._operations.get(
+                "scaled inputs", tuple(x.shape), x.dtype))
+            routing_weights = torch.ones_like(routing_weights)
         self._x, self._ids, self._routing_weights, self._sums = x, ids, routing_weights, sums
         self._counts = counts
         self._picks: Sequence[Tensor] | None = None

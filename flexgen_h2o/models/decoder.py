@@ -239,12 +239,12 @@ def attention_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
                            cfg.out_bias)}
 
 
-def mlp_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+def mlp_specs(cfg: ModelConfig, prefix: str, block: str = "mlp") -> dict[str, TensorSpec]:
     """Return a gated MLP under the names that most checkpoints use."""
-    hidden, ffn = cfg.hidden_size, cfg.ffn_size
-    return {**linear_specs("gate", f"{prefix}mlp.gate_proj", (ffn, hidden), cfg.mlp_bias),
-            **linear_specs("up", f"{prefix}mlp.up_proj", (ffn, hidden), cfg.mlp_bias),
-            **linear_specs("down", f"{prefix}mlp.down_proj", (hidden, ffn), cfg.mlp_bias)}
+    hidden, ffn, name = cfg.hidden_size, cfg.ffn_size, f"{prefix}{block}"
+    return {**linear_specs("gate", f"{name}.gate_proj", (ffn, hidden), cfg.mlp_bias),
+            **linear_specs("up", f"{name}.up_proj", (ffn, hidden), cfg.mlp_bias),
+            **linear_specs("down", f"{name}.down_proj", (hidden, ffn), cfg.mlp_bias)}
 
 
 def add_linear_(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, source: Tensor,

@@ -79,7 +79,7 @@ class Operations(Scratch):
         """Call `layer_norm` and return out."""
         return layer_norm(x, weight, bias, eps=eps, out=out)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor,
+    def rms_norm(self, x: Tensor, weight: Tensor | None, *, eps: float, out: Tensor,
                  offset: float = 0.0) -> Tensor:
         """Call `rms_norm` and return out."""
         return rms_norm(x, weight, eps=eps, out=out, offset=offset)
@@ -185,7 +185,7 @@ class CapturingOperations(Operations):
         native.norm(x, weight, bias, out, eps=eps, centered=True, capture=self._capture)
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor,
+    def rms_norm(self, x: Tensor, weight: Tensor | None, *, eps: float, out: Tensor,
                  offset: float = 0.0) -> Tensor:
         if offset:
             self._capture.append(partial(rms_norm, x, weight, eps=eps, out=out, offset=offset))
@@ -286,13 +286,14 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: fl
     return norm(x) if out is None else _into(out, norm, x)
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None,
+def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float, out: Tensor | None = None,
              offset: float = 0.0) -> Tensor:
     """Return the RMS norm (arXiv 1910.07467) of each row of x [rows, hidden]; out may be x.
 
-    offset is added to the weights in float32: some families store them minus one.
+    offset is added to the weights in float32: some families store them minus one. Without weights
+    they are 1.
     """
-    if offset:
+    if offset and weight is not None:
         return _offset_rms_norm(x, weight, eps=eps, out=out, offset=offset)
     if _uses_native_norm(x):
         return _native_norm(x, weight, None, out, eps=eps, centered=False)

@@ -49,6 +49,8 @@ class MixtureDecoder(Decoder):
     stacks : tuple of (str, str)
         Names in a layer of the tensors that have gate and up, and down, of all experts; in memory
         transformers 5 has the first pair.
+    transposed_stacks : bool
+        Whether they are stored as [experts, inputs, outputs].
     renames : tuple of (str, str)
         Pairs (in checkpoints, in memory) of parts of names that transformers 5 changes.
     expert_names : mapping of str to str
@@ -62,6 +64,7 @@ class MixtureDecoder(Decoder):
     gated_shared = True
     stacks: tuple[tuple[str, str], ...] = (
         ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
+    transposed_stacks = False
     renames: tuple[tuple[str, str], ...] = ()
     expert_names: Mapping[str, str] = {name: f"{name}_proj" for name in MATRICES}
 
@@ -89,7 +92,7 @@ class MixtureDecoder(Decoder):
         if not cfg.has_experts(int(prefix.split(".")[2])):
             ln2 = norm_specs("ln2", f"{prefix}post_attention_layernorm", cfg.hidden_size,
                              self.norm_bias)
-            return specs | ln2 | mlp_specs(cfg, prefix)
+            return specs | ln2 | mlp_specs(cfg, prefix, self.block)
         return specs | self.router_specs(cfg, prefix) | self.shared_specs(cfg, prefix)
 
     def router_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
@@ -129,13 +132,13 @@ class MixtureDecoder(Decoder):
 
         views: dict[str, Sequence[View]] = {}
         for layer, experts in enumerate(cfg.weights.experts):
-            starts = [f"{start}layers.{layer}." for start in ("model.", "")]
+            starts = self.aliases(f"model.layers.{layer}.")
             for number, specs in enumerate(experts):
                 ffn = specs["gate"].shape[0]
                 for short, tensor, rows in (("gate", 0, range(ffn)), ("up", 0, range(ffn, 2 * ffn)),
                                             ("down", 1, None)):
                     views[specs[short].name] = tuple(
-                        View(start + stack[tensor], entry=number, rows=rows)
+                        View(start + stack[tensor], number, self.transposed_stacks, rows)
                         for stack in self.stacks for start in starts)
         return views
 

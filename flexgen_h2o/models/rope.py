@@ -195,8 +195,8 @@ def _llama3(f: Fields, parameters: Mapping, rotary_dim: int) -> dict[str, Any]:
     scaling = _linear(f, parameters, rotary_dim)
     for key in ("low_freq_factor", "high_freq_factor"):
         scaling[key] = f.fit(Positive, parameters.get(key), f"rope {key}")
-    if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        raise UserError(f"{f.name}: config value rope high_freq_factor must be above "
+    if scaling["high_freq_factor"] < scaling["low_freq_factor"]:
+        raise UserError(f"{f.name}: config value rope high_freq_factor must be at least "
                         f"low_freq_factor, got {scaling['high_freq_factor']}")
     return scaling | {"original_max_positions": _original(f, parameters)}
 

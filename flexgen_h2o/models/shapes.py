@@ -192,6 +192,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "zai-org/GLM-4.7-Flash": {
         "model_type": "glm4_moe_lite", "rope_parameters": _rope(1000000.0),
         "eos_token_id": [154820, 154827, 154829], "dtype": "bfloat16"},
+    "meta-llama/Llama-4-Scout-17B-16E": {
+        "model_type": "llama4_text", "max_position_embeddings": 262144, "bos_token_id": 200000,
+        "eos_token_id": 200001, "dtype": "bfloat16", "rope_parameters": _rope(
+            500000.0, "llama3", factor=16.0, original_max_position_embeddings=8192,
+            low_freq_factor=1.0, high_freq_factor=1.0)},
+    "meta-llama/Llama-4-Maverick-17B-128E": {
+        "model_type": "llama4_text", "max_position_embeddings": 262144, "bos_token_id": 200000,
+        "eos_token_id": 200001, "dtype": "bfloat16", "rope_parameters": _rope(500000.0),
+        "num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False},
     "ibm-granite/granite-3.0-3b-a800m-base": _sizes(
         "granitemoe", 1536, 32, 24, 8, 512, vocab_size=49155, num_local_experts=40,
         num_experts_per_tok=8, max_position_embeddings=4096, rope_parameters=_rope(10000.0),

@@ -86,7 +86,8 @@ def moe_scratch(run: PlannedRun) -> int:
     # Inputs and outputs of the experts that one call computes together.
     together = min(rows * experts.per_token, EXPERT_ROUND) * 2 * (wide + hidden) * run.itemsize
     inner = max(inner, together)
-    return rows * hidden * (run.itemsize + sums) + routing + inner
+    inputs = (2 if experts.scale_inputs else 1) * run.itemsize
+    return rows * hidden * (inputs + sums) + routing + inner
 
 
 def _migrated_bytes(run: PlannedRun) -> int:

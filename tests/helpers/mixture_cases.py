@@ -107,6 +107,17 @@ def _granite(name, **options):
         "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 0.5} | options)
 
 
+def _llama4(**options):
+    from transformers import Llama4TextConfig
+
+    return Llama4TextConfig(**SIZES | {
+        "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10,
+        "num_local_experts": 5, "intermediate_size": 13, "intermediate_size_mlp": 27,
+        "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0, "original_max_position_embeddings": 64}} | options)
+
+
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.1, 1.3, 1.6],
               "long_factor": [2.0, 3.0, 4.0, 5.0], "short_mscale": 1.2, "long_mscale": 1.2,
               "original_max_position_embeddings": 128}
@@ -170,6 +181,10 @@ MIXTURES: dict[str, Callable[[], Any]] = {
     "granitemoeshared": lambda: _granite("GraniteMoeShared", shared_intermediate_size=21,
                                          attention_bias=True),
     "dots1": _dots1,
+    "llama4": _llama4,
+    "llama4_plain": lambda: _llama4(use_qk_norm=False, attention_bias=True, moe_layers=[0, 1, 2, 3],
+                                    no_rope_layers=[1, 0, 1, 1], attention_chunk_size=64,
+                                    rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
     "solar_open": _solar_open,
     **{key: config for key, config in LATENT.items() if key != "deepseek_v3_dense"},
 }

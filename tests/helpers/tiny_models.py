@@ -159,6 +159,7 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
     "mistral3": lambda: _multimodal("mistral3", _mistral(sliding_window=None)),
     "llava": lambda: _multimodal("llava", _llama()),
     "aya_vision": lambda: _multimodal("aya_vision", TINY["cohere2"]()),
+    "llama4_vision": lambda: _multimodal("llama4", MIXTURES["llama4"](vocab_size=120)),
     "internvl": lambda: _multimodal("internvl", TINY["qwen2"]()),
     "qwen2_vl": lambda: _multimodal("qwen2_vl", _mrope([2, 1, 1])),
     "qwen2_5_vl": lambda: _multimodal("qwen2_5_vl", _mrope([2, 1, 1])),

@@ -110,8 +110,8 @@ def route(x, router, bias=None, correction=None, *, per_token, config):
     if config.scoring == "sparsemixer":
         return _sparsemixer(logits, per_token, config.jitter)
     scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(-1)
-    # Softmax rounds some different logits to equal scores.
-    choice = logits if config.is_plain and correction is None else scores
+    # Different logits may have equal scores, because these are rounded.
+    choice = logits if config.groups == 1 and correction is None else scores
     if correction is not None:
         choice = scores + correction.float()
     if config.groups > 1:

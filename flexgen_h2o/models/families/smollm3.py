@@ -23,7 +23,7 @@ class SmolLM3(Decoder):
 
     def read(self, f: Fields) -> ModelConfig:
         common = f.decoder("smollm3", read_rope(f))
-        rotated, windows = _rotated_layers(f), f.flag("use_sliding_window")
+        rotated, windows = rotated_layers(f), f.flag("use_sliding_window")
         local = f.local_layers(lambda layer: windows and not rotated[layer])
         bias = f.flag("attention_bias")
         return ModelConfig(
@@ -36,10 +36,10 @@ class SmolLM3(Decoder):
         )
 
 
-def _rotated_layers(f: Fields) -> list[bool]:
+def rotated_layers(f: Fields) -> list[bool]:
     """Return whether each layer rotates: despite its name, no_rope_layers has a 1 for these."""
     layers, listed = f.count("num_hidden_layers"), f.raw("no_rope_layers")
-    if listed is None:
+    if not listed:
         interval = f.count("no_rope_layer_interval")
         return [(layer + 1) % interval != 0 for layer in range(layers)]
     rotated = f.fit(list[int], listed, "no_rope_layers")
