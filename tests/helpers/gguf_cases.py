@@ -30,6 +30,8 @@ _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
 _GROUPED = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2,
             "moe_intermediate_size": 16, "n_shared_experts": 2, "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.5, "norm_topk_prob": True}
+_HEADS = {"kv_lora_rank": 14, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8, "v_head_dim": 10,
+          "num_key_value_heads": 4}
 Weights = dict[str, np.ndarray]
 
 
@@ -87,6 +89,29 @@ def _correction(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[st
     if name.endswith("e_score_correction_bias"):
         name, values = name.replace("_bias", ".bias"), values.reshape(-1)
     yield name, values
+
+
+def _split_maps(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """DeepSeek: the maps of each head, of which those to keys are transposed."""
+    if not name.endswith("kv_b_proj.weight"):
+        yield from _correction(name, values, config)
+        return
+    heads = values.reshape(config.num_attention_heads, -1, values.shape[-1])
+    keys, maps = np.split(heads, [config.qk_nope_head_dim], axis=1)
+    yield name.replace("kv_b_proj", "k_b_proj"), keys.swapaxes(1, 2)
+    yield name.replace("kv_b_proj", "v_b_proj"), maps
+
+
+def _split_columns(name: str, values: np.ndarray, config: Any
+                   ) -> Iterator[tuple[str, np.ndarray]]:
+    """Llama 4: gates and ups are the halves of one tensor, and matrices are transposed."""
+    if name.endswith("gate_up_proj"):
+        for part, half in zip(("gate", "up"), np.split(values, 2, axis=2), strict=True):
+            yield name.replace("gate_up", part) + ".weight", half.swapaxes(1, 2)
+    elif name.endswith("experts.down_proj"):
+        yield name + ".weight", values.swapaxes(1, 2)
+    else:
+        yield name, values
 
 
 def _split_inputs(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -214,6 +239,37 @@ def _grouped(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_weights_norm(config.norm_topk_prob)
 
 
+def _latent(writer: GGUFWriter, config: Any) -> None:
+    _grouped(writer, config)
+    _scaling(writer, config)
+    if config.rope_parameters.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+
+
+def _older_latent(writer: GGUFWriter, config: Any) -> None:
+    _grouped(writer, config)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length(config.v_head_dim)
+
+
+def _llama4(writer: GGUFWriter, config: Any) -> None:
+    writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+    writer.add_feed_forward_length(config.intermediate_size_mlp)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    _llama3(writer, config)
+
+
 def _glm4_moe(writer: GGUFWriter, config: Any) -> None:
     _grouped(writer, config)
     writer.add_rope_dimension_count(4)
@@ -313,6 +369,17 @@ CASES: dict[str, Case] = {
         **_GROUPED, "attention_bias": True, "use_qk_norm": True,
         "rope_parameters": _PARTIAL["rope_parameters"]}, _glm4_moe, _correction),
     "dots1": Case("dots1", "dots1", _GROUPED, _grouped, _correction),
+    "deepseek2": Case("deepseek2", "deepseek_v3", {
+        **_GROUPED, **_HEADS, "q_lora_rank": 12, "num_nextn_predict_layers": 0,
+        "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}, _latent,
+        _split_maps),
+    "deepseek2 lite": Case("deepseek2", "deepseek_v2", {
+        **_GROUPED, **_HEADS, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": False, "topk_method": "greedy"}, _older_latent),
+    "llama4": Case("llama4", "llama4_text", {
+        "num_hidden_layers": 4, "num_local_experts": 5, "head_dim": 12, "intermediate_size": 16,
+        "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2, "rope_parameters": {
+            **_LLAMA3_ROPE, "high_freq_factor": 1.0}}, _llama4, _split_columns),
     "ernie4_5-moe": Case("ernie4_5-moe", "ernie4_5_moe", {
         "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 16,
         "moe_num_shared_experts": 2}, _ernie4_5_moe, _correction),
@@ -336,18 +403,20 @@ CASES: dict[str, Case] = {
 }
 
 
-def make(name: str, folder: Path, sizes: Mapping[str, Any] | None = None, **options: Any
-         ) -> tuple[Any, Path]:
+def make(name: str, folder: Path, sizes: Mapping[str, Any] | None = None,
+         model_type: str | None = None, **options: Any) -> tuple[Any, Path]:
     """The model of a case with random weights, as transformers has it, and its GGUF in `folder`.
 
-    `sizes` are values of its config, `options` those of `write`.
+    `sizes` are values of its config, `options` those of `write`. Another `model_type` may be stored
+    with the same names.
 
     Weights are multiples of 2^-10, so that 1 can be added to them and taken away again.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     case = CASES[name]
-    config = AutoConfig.for_model(case.model_type, **{**_SMALL, **case.options, **(sizes or {})})
+    config = AutoConfig.for_model(model_type or case.model_type,
+                                  **{**_SMALL, **case.options, **(sizes or {})})
     torch.default_generator.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

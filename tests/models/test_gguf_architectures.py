@@ -130,6 +130,23 @@ def test_tokens_are_those_of_transformers(tmp_path, name):
     assert [each.token_ids for each in found] == expected
 
 
+def test_glm_4_7_flash_is_stored_as_deepseek2(tmp_path):
+    model, source = make("deepseek2", tmp_path, model_type="glm4_moe_lite")
+    prompts = [[5, 77, 31, 200, 9, 14], [7]]
+    expected = transformers_tokens(SimpleNamespace(model=model), prompts, 5)
+    with LLM(str(source), dtype="float32", device="cpu") as llm:
+        found = llm.generate(prompts, max_new_tokens=5, eos_token_id=-1)
+    assert type(model).__name__ == "Glm4MoeLiteForCausalLM"
+    assert [each.token_ids for each in found] == expected
+
+
+def test_older_deepseek_v3_has_its_published_groups(tmp_path):
+    header = read_header(make("deepseek2", tmp_path)[1])
+    values = {key: value for key, value in header.values.items() if "expert_group" not in key}
+    config = config_of(replace(header, values={**values, "deepseek2.expert_count": 256}))
+    assert (config["n_group"], config["topk_group"]) == (8, 4)
+
+
 def tokenizer_of(tmp_path, monkeypatch, split: str):
     from transformers import AutoTokenizer
 

@@ -101,12 +101,20 @@ def test_gguf_results_equal_the_dequantized_model(fixture, request, tmp_path, ca
         torch.testing.assert_close(found[1], scores, rtol=0, atol=1e-4)
 
 
+LATENT_SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256,
+                "kv_lora_rank": 256, "qk_nope_head_dim": 256, "v_head_dim": 64}
+
+
 @pytest.mark.parametrize(("name", "sizes"), [
     ("phi3", {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 32}),
     ("gptneox", {"hidden_size": 256, "intermediate_size": 512}),
     ("qwen2moe", {"hidden_size": 256, "moe_intermediate_size": 256,
                   "shared_expert_intermediate_size": 256}),
-    *full_cases(("gemma3", {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})),
+    ("deepseek2", LATENT_SIZES | {"q_lora_rank": 256}),
+    *full_cases(("gemma3", {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}),
+                ("deepseek2 lite", LATENT_SIZES),
+                ("llama4", {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256,
+                            "intermediate_size_mlp": 256})),
 ])
 def test_fused_and_stacked_tensors(name, sizes, tmp_path):
     """Rows of one tensor are several matrices; routers have the run's dtype, always."""

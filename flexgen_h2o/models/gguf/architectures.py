@@ -14,8 +14,16 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.gguf.header import Metadata
-from flexgen_h2o.models.gguf.rope import gemma3_rope, layered_rope, partial_rope, phi3_rope, rope
+from flexgen_h2o.models.gguf.rope import (
+    deepseek_rope,
+    gemma3_rope,
+    layered_rope,
+    partial_rope,
+    phi3_rope,
+    rope,
+)
 
 Table = Mapping[str, str]
 
@@ -49,6 +57,14 @@ _SHARED_EXPERTS = _table(  # with dense layers
     ffn_up_shexp="mlp.shared_experts.up_proj", ffn_down_shexp="mlp.shared_experts.down_proj",
     exp_probs_b="mlp.gate.e_score_correction_bias")
 
+_LATENT = _table(
+    _SHARED_EXPERTS, attn_q_a="self_attn.q_a_proj", attn_q_a_norm="self_attn.q_a_layernorm",
+    attn_q_b="self_attn.q_b_proj", attn_kv_a_mqa="self_attn.kv_a_proj_with_mqa",
+    attn_kv_a_norm="self_attn.kv_a_layernorm", attn_kv_b="self_attn.kv_b_proj",
+    attn_k_b="self_attn.k_b_proj", attn_v_b="self_attn.v_b_proj")
+
+HEAD_MAPS = ("attn_k_b", "attn_v_b")
+"""Tensors with the maps of each head from latents to keys, and to values."""
 EXPERTS = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
 """Tensors with all experts of a layer."""
 
@@ -275,6 +291,32 @@ def _glm4_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
             "use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensors}
 
 
+def _llama4(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {"use_qk_norm": meta.count("expert_count") != 128}  # as llama.cpp has it
+
+
+def _deepseek2(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    if meta.has("attention.temperature_scale"):
+        raise UserError(f"{meta.source}: a scale of attention that depends on positions is not "
+                        f"supported of a {meta.architecture} model")
+    values, rank = _grouped_moe(meta, head_dim), "attention.q_lora_rank"
+    if meta.count("expert_count") == 256 and not meta.has("expert_group_count"):
+        values |= {"n_group": 8, "topk_group": 4}  # DeepSeek V3 in older files
+    # In older files keys and values are those of attention, not of its cache.
+    key, value = (meta.count(f"attention.{name}_length_mla", meta.count(f"attention.{name}_length"))
+                  for name in ("key", "value"))
+    return {**values, "qk_nope_head_dim": key - head_dim, "v_head_dim": value,
+            "q_lora_rank": meta.count(rank) if meta.has(rank) else None,
+            "num_key_value_heads": meta.count("attention.head_count"),
+            "num_nextn_predict_layers": extra_layers(meta)}
+
+
+def _deepseek_v2(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    values = _deepseek2(meta, head_dim)
+    grouped = values["n_group"] > 1
+    return {**values, "topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
 def _ernie4_5_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
     return {"moe_num_shared_experts": meta.count("expert_shared_count", 0, least=0),
             "moe_layer_start_index": meta.count("leading_dense_block_count", 0, least=0)}
@@ -401,6 +443,23 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     "dots1": Architecture(
         "dots1", "Dots1ForCausalLM", counts=_GROUPED, more=_grouped_moe, bare=_CORRECTION,
         fixed={"hidden_act": "silu"}, float32=_ROUTER, layer=_table(_SHARED_EXPERTS, _QK_NORMS)),
+    "deepseek2": Architecture(
+        "deepseek_v3", "DeepseekV3ForCausalLM", more=_deepseek2, rope=deepseek_rope,
+        counts=_table(_GROUPED, kv_lora_rank="attention.kv_lora_rank",
+                      qk_rope_head_dim="rope.dimension_count"),
+        bare=_CORRECTION, fixed={"hidden_act": "silu"}, float32=_ROUTER, layer=_LATENT),
+    "llama4": Architecture(
+        "llama4_text", "Llama4ForCausalLM", more=_llama4,
+        counts=_table({**_LOCAL, "intermediate_size": "expert_feed_forward_length"},
+                      intermediate_size_mlp="feed_forward_length",
+                      interleave_moe_layer_step="interleave_moe_layer_step"),
+        fixed={"hidden_act": "silu", "attention_bias": False, "no_rope_layer_interval": 4,
+               "attention_chunk_size": 8192, "attn_temperature_tuning": True,
+               "floor_scale": 8192, "attn_scale": 0.1},
+        fused_experts=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+        layer=_table({name: value.replace("mlp.shared_experts", "mlp.shared_expert").replace(
+                          "mlp.", "feed_forward.") for name, value in _SHARED_EXPERTS.items()
+                      if name != "exp_probs_b"}, ffn_gate_inp="feed_forward.router")),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", more=_ernie4_5_moe, bare=_CORRECTION,
         counts=_table(_SIZES, moe_num_experts="expert_count", moe_k="expert_used_count",
@@ -432,6 +491,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
 _MIXTRAL = replace(
     _LLAMA, model_type="mixtral", class_name="MixtralForCausalLM", more=lambda meta, head_dim: {},
     counts=_LOCAL, layer=_BLOCK_EXPERTS)
+_DEEPSEEK_V2 = replace(ARCHITECTURES["deepseek2"], model_type="deepseek_v2",
+                       class_name="DeepseekV2ForCausalLM", more=_deepseek_v2)
 _OLMO3 = replace(_OLMO2, model_type="olmo3", class_name="Olmo3ForCausalLM", more=_olmo3,
                  rope=layered_rope)
 
@@ -439,8 +500,11 @@ _OLMO3 = replace(_OLMO2, model_type="olmo3", class_name="Olmo3ForCausalLM", more
 def variant(meta: Metadata) -> Architecture | None:
     """Return the architecture of a file; None if it is not supported.
 
-    Mixtral is stored as a "llama" with experts, and OLMo 3 as an "olmo2" with windows.
+    Mixtral is stored as a "llama" with experts, OLMo 3 as an "olmo2" with windows, DeepSeek V2 as
+    a "deepseek2" whose routers have no correction. GLM-4.7-Flash computes as DeepSeek V3.
     """
+    if meta.architecture == "deepseek2" and not any("exp_probs_b" in name for name in meta.tensors):
+        return _DEEPSEEK_V2
     if meta.architecture == "llama" and meta.count("expert_count", 0, least=0):
         return _MIXTRAL
     if meta.architecture == "olmo2" and meta.has("attention.sliding_window"):

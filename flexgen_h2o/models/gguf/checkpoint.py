@@ -22,7 +22,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference.blocks import dequantize, interleave_nibbles
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
-from flexgen_h2o.models.gguf.architectures import EXPERTS, Architecture, extra_layers
+from flexgen_h2o.models.gguf.architectures import EXPERTS, HEAD_MAPS, Architecture, extra_layers
 from flexgen_h2o.models.gguf.config import architecture_of, kv_heads
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, read_header
 from flexgen_h2o.models.gguf.rope import ROPE_TENSORS
@@ -122,8 +122,8 @@ class GgufTensor:
 class FusedExperts:
     """One tensor for all experts of a layer, as the hub's checkpoints have it.
 
-    In Granite, gate rows come before up rows. In gpt-oss, gate and up rows alternate, and values
-    are transposed. In MXFP4 the hub has a tensor of codes and one of scales.
+    In Granite and Llama 4, gate rows come before up rows. In gpt-oss, they alternate. In the last
+    two, values are transposed. In MXFP4 the hub has a tensor of codes and one of scales.
 
     Attributes
     ----------
@@ -131,8 +131,8 @@ class FusedExperts:
         One tensor of the file, or gate and up: [experts, outputs, inputs], or [experts, outputs]
         for biases.
     form : str
-        "rows" (Granite), or for gpt-oss "values", "blocks" (codes of MXFP4) or "scales" (exponents
-        of MXFP4).
+        "rows" (Granite), "columns" (Llama 4), or for gpt-oss "values", "blocks" (codes of MXFP4)
+        or "scales" (exponents of MXFP4).
     """
 
     parts: tuple[GgufTensor, ...]
@@ -147,7 +147,7 @@ class FusedExperts:
             return experts, outputs
         if self.form == "rows":
             return experts, outputs, inputs[0]
-        if self.form == "values":
+        if self.form in ("columns", "values"):
             return experts, inputs[0], outputs
         groups = inputs[0] // _MXFP4_BLOCK
         return (experts, outputs, groups, 16) if self.form == "blocks" else (experts, outputs,
@@ -155,15 +155,15 @@ class FusedExperts:
 
     def dtype(self, target: torch.dtype) -> torch.dtype:
         """Return the dtype of the tensor in a converted model of dtype `target`."""
-        return target if self.form in ("rows", "values") else torch.uint8
+        return target if self.form in ("rows", "columns", "values") else torch.uint8
 
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
         """Yield the values or bytes of one expert at a time."""
         for expert in range(self.shape[0]):
             parts = [self._expert(part, expert) for part in self.parts]
-            rows = (torch.cat(parts) if self.form == "rows"
+            rows = (torch.cat(parts) if self.form in ("rows", "columns")
                     else torch.stack(parts, dim=1).flatten(0, 1))
-            if self.form == "values" and rows.dim() == 2:
+            if self.form in ("columns", "values") and rows.dim() == 2:
                 rows = rows.T.contiguous()
             yield rows.to(self.dtype(target))[None]
 
@@ -175,7 +175,7 @@ class FusedExperts:
             return dequantize(rows, part.kind)[0]
         rows = torch.from_numpy(np.array(
             part.packed(slice(expert * outputs, (expert + 1) * outputs))))
-        if self.form in ("rows", "values"):
+        if self.form in ("rows", "columns", "values"):
             return dequantize(rows, part.kind)
         blocks = rows.view(outputs, inputs[0] // _MXFP4_BLOCK, 17)
         return blocks[..., 0] if self.form == "scales" else interleave_nibbles(blocks[..., 1:])
@@ -188,6 +188,7 @@ def fused_experts(source: Path, prefix: str, kind: Architecture, parts: Mapping[
     Raises `UserError` if one is missing or their shapes do not fit together.
     """
     gpt_oss = kind.model_type == "gpt_oss"
+    form = {"gpt_oss": "values", "llama4_text": "columns"}.get(kind.model_type, "rows")
     for suffix, end in (("weight", ""), ("bias", "_bias")) if gpt_oss else (("weight", ""),):
         for name, projections in zip(kind.fused_experts, (("gate", "up"), ("down",)), strict=True):
             missing = [f"ffn_{projection}_exps.{suffix}" for projection in projections
@@ -204,10 +205,51 @@ def fused_experts(source: Path, prefix: str, kind: Architecture, parts: Mapping[
                 for form in ("blocks", "scales"):
                     yield f"{prefix}{name}_{form}", FusedExperts(stacked, form)
             else:
-                yield f"{prefix}{name}{end}", FusedExperts(stacked, "values" if gpt_oss else "rows")
+                yield f"{prefix}{name}{end}", FusedExperts(stacked, form)
 
 
-Tensors = dict[str, GgufTensor | FusedExperts]
+@dataclass(frozen=True)
+class FusedHeads:
+    """One matrix of all heads' maps from latents to keys and values, as the hub has it.
+
+    Attributes
+    ----------
+    keys : GgufTensor [heads, rank, elements of a key]
+    values : GgufTensor [heads, elements of a value, rank]
+    """
+
+    keys: GgufTensor
+    values: GgufTensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape on the hub: the rows of a head are those of its key, then of its value."""
+        heads, rank, width = self.keys.shape
+        return heads * (width + self.values.shape[1]), rank
+
+    def dtype(self, target: torch.dtype) -> torch.dtype:
+        """Return the dtype of the tensor in a converted model of dtype `target`."""
+        return target
+
+    def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
+        """Yield the rows of one head at a time."""
+        for head in range(self.keys.shape[0]):
+            keys, values = (part.values(slice(head * part.shape[1], (head + 1) * part.shape[1]))
+                            for part in (self.keys, self.values))
+            yield torch.cat((keys.T, values)).to(target)
+
+
+def fused_heads(source: Path, layer: str, maps: Mapping[str, GgufTensor]) -> FusedHeads:
+    """Return the maps of a layer's heads; raise `UserError` if they do not fit together."""
+    keys, values = (maps.get(name) for name in HEAD_MAPS)
+    if keys is None or values is None or len(keys.shape) != 3 or len(values.shape) != 3 or (
+            keys.shape[:2] != (values.shape[0], values.shape[2])):
+        raise UserError(f"{source}: the tensors {' and '.join(HEAD_MAPS)} of layer {layer} do not "
+                        "fit together")
+    return FusedHeads(keys, values)
+
+
+Tensors = dict[str, GgufTensor | FusedExperts | FusedHeads]
 
 
 def read_gguf(source: Path) -> tuple[GgufHeader, Tensors]:
@@ -223,7 +265,7 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
     ----------
     fuse_experts : bool
         Whether experts are fused as on the hub: see `Architecture.fused_experts`. Otherwise each
-        expert has its own tensors, with the names of its family.
+        expert has its own tensors, with the names of its family. Likewise for `HEAD_MAPS`.
 
     Raises
     ------
@@ -237,6 +279,7 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
     extra = extra_layers(meta)
     layers = meta.count("block_count") - extra if extra else 0
     parts: dict[str, dict[str, GgufTensor]] = {}
+    maps: dict[str, dict[str, GgufTensor]] = {}
     for name, stored in meta.tensors.items():
         match = _LAYER.fullmatch(name)
         if name in ROPE_TENSORS:  # part of the configuration
@@ -244,6 +287,10 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
         if extra and (number := _LAYER_NUMBER.match(name)) and int(number[1]) >= layers:
             continue
         file = files[stored.source]
+        if fuse_experts and match and match[2] in HEAD_MAPS:
+            maps.setdefault(match[1], {})[match[2]] = GgufTensor(
+                file, stored.kind, stored.shape, stored.offset)
+            continue
         if fuses and match and match[2] in EXPERTS:
             part = GgufTensor(file, stored.kind, stored.shape, stored.offset)
             parts.setdefault(f"{kind.layers}.{match[1]}.", {})[
@@ -254,6 +301,9 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
         tensors.update(_named(meta, kind, name, match, tensor))
         if len(tensors) > _MAX_TENSORS:
             raise UserError(f"{header.source} has more tensors than any model")
+    for layer, heads in maps.items():
+        tensors[f"{kind.layers}.{layer}.{kind.layer['attn_kv_b']}.weight"] = fused_heads(
+            header.source, layer, heads)
     for prefix, experts in parts.items():
         tensors.update(fused_experts(header.source, prefix, kind, experts))
     for key, name in kind.layer_values.items():
@@ -289,7 +339,7 @@ def _named(meta: Metadata, kind: Architecture, name: str, match: re.Match | None
     if len(tensor.shape) == 1 and inner in kind.single_rows:
         tensor = replace(tensor, shape=(1, *tensor.shape))
     tensor = replace(tensor, float32=inner in kind.float32)
-    if len(tensor.shape) > 2:
+    if len(tensor.shape) > (3 if inner in HEAD_MAPS else 2):
         raise UserError(f"{meta.source}: tensor {name} has {len(tensor.shape)} dimensions; a "
                         "matrix is needed")
     yield hub_name, replace(tensor, order=_order(meta, kind, name, inner, tensor.shape[0]))

@@ -11,6 +11,7 @@ from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError, did_you_mean, short_repr
 from flexgen_h2o.models.gguf.architectures import (
     ARCHITECTURES,
+    HEAD_MAPS,
     Architecture,
     extra_layers,
     variant,
@@ -90,6 +91,8 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
 
 def head_size(meta: Metadata) -> int:
     """Return the dimensions of a head."""
+    if meta.architecture == "deepseek2":  # the rotary dimensions are a head of their own
+        return meta.count("rope.dimension_count")
     width, heads = meta.count("embedding_length"), meta.count("attention.head_count")
     whole = meta.architecture == "llama" and meta.has("rope.dimension_count")
     usual = meta.count("rope.dimension_count") if whole else max(1, width // heads)
@@ -132,7 +135,8 @@ def header_options(header: GgufHeader, model: ModelConfig, bits: int | str, *,
     shapes: dict[str, tuple[int, int]] = {}
     exact = model.exact_shapes
     for name, tensor in header.tensors.items():
-        if len(tensor.shape) < 2 or tensor.shape[-2:] in exact:
+        maps = name.endswith(("attn_kv_b.weight", *(f"{each}.weight" for each in HEAD_MAPS)))
+        if len(tensor.shape) < 2 or tensor.shape[-2:] in exact or maps:  # these stay exact
             continue
         outputs, inputs = tensor.shape[-2:]
         layout = tensor.kind.layout(outputs, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight",
 """Tensors whose numbers are in config.json on the hub."""
 
 _THETA = 10000.0
-# Every LLaMA 3.x was published with these three; only the factor differs (8 or 32).
+# Every LLaMA 3.x was published with these three; only the factor differs (8 or 32). In Llama 4,
+# high_freq_factor is 1.
 LLAMA3_ROPE: Mapping[str, float] = MappingProxyType(
     {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192})
 
@@ -74,6 +76,18 @@ def partial_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
             "partial_rotary_factor": meta.count("rope.dimension_count", head_dim) / head_dim}
 
 
+def deepseek_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    """Return `rope_parameters` of heads that rotate apart, with the scale of attention of YaRN.
+
+    The file has a tenth of mscale_all_dim, which equals mscale in all published models.
+    """
+    parameters, key = rope(meta, head_dim), "rope.scaling.yarn_log_multiplier"
+    if parameters["rope_type"] != "yarn" or not meta.has(key):
+        return parameters
+    mscale = round(10 * meta.number(key), 6)
+    return {**parameters, "mscale": mscale, "mscale_all_dim": mscale}
+
+
 def phi3_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
     """Return `rope_parameters` of LongRoPE, whose short and long factors are tensors."""
     short, long = (_vector(meta, f"rope_factors_{name}.weight") for name in ("short", "long"))
@@ -126,9 +140,14 @@ def _llama3(divisors: list[float], theta: float) -> dict[str, Any] | None:
     """
     factor = max(divisors)
     low, high, trained = LLAMA3_ROPE.values()
+    near = functools.partial(math.isclose, rel_tol=1e-4)
+    if all(near(divisor, 1.0) or near(divisor, factor) for divisor in divisors):
+        high = low  # nothing is between scaled and unscaled
     for place, divisor in enumerate(divisors):
-        inverse = theta ** (place / len(divisors))
-        smooth = min(1.0, max(0.0, (trained / (2 * math.pi * inverse) - low) / (high - low)))
-        if not math.isclose(divisor, 1 / ((1 - smooth) / factor + smooth), rel_tol=1e-4):
+        cycles = trained / (2 * math.pi * theta ** (place / len(divisors)))
+        smooth = (float(cycles > low) if high == low
+                  else min(1.0, max(0.0, (cycles - low) / (high - low))))
+        if not near(divisor, 1 / ((1 - smooth) / factor + smooth)):
             return None
-    return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3_ROPE}
+    return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3_ROPE,
+            "high_freq_factor": high}
