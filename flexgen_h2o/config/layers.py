@@ -102,6 +102,45 @@ class LatentConfig:
         return self.nope_dim + self.rope_dim
 
 
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """The gated DeltaNet (arXiv 2412.06464) that replaces attention in recurrent layers.
+
+    The state of a sequence in a layer has a constant size: the last ``kernel - 1`` inputs of a
+    causal convolution, and a matrix [key_dim, value_dim] of each value head.
+
+    Attributes
+    ----------
+    key_heads, value_heads : int
+        Each query and key head serves value_heads / key_heads consecutive value heads.
+    key_dim, value_dim : int
+        Widths of a key and of a value head.
+    kernel : int
+        Width of the convolution.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def value_size(self) -> int:
+        """Total width of the value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: query heads, key heads, then value heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_size
+
+    @property
+    def state_size(self) -> int:
+        """Elements of the state of a sequence in a layer; they are float32."""
+        return self.conv_size * (self.kernel - 1) + self.value_size * self.key_dim
+
+
 MAX_EXPERT_LOADS = 16
 """Upper limit of the experts that are being loaded: enough to keep a disk busy. Each takes a slot
 that could keep another expert."""

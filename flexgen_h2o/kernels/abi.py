@@ -119,6 +119,14 @@ STRUCTS = MappingProxyType({
     # reference.layers.activate: x [rows, width], factor like x or null; function by `ACTIVATIONS`.
     "Activate": """void*: x; const void*: factor;
         int64_t: dtype function rows width x_row factor_row threads""",
+    # reference.delta_rule.gated_delta_net: mixed [rows, conv_size], beta and step [rows,
+    # value_heads], out [rows, value_heads, value_dim] contiguous, states [.., state_size], of which
+    # `sequences` [count] are used, for `lengths` [count] rows each; conv [conv_size, kernel],
+    # log_decay and step_bias [value_heads], contiguous.
+    "GatedDeltaNet": """const void*: mixed beta step; void*: out; float*: states;
+        const void*: conv log_decay step_bias; const int64_t*: sequences lengths;
+        int64_t: dtype count key_heads value_heads key_dim value_dim kernel
+                 mixed_row beta_row step_row states_row threads""",
     # reference.layers.route: x [rows, hidden], router [count, hidden], bias [count] or null, ids
     # and routing_weights [rows, per_token] contiguous.
     "Route": """const void*: x router bias; int64_t*: ids; float*: routing_weights;

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout, PageLayout
-from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
+from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant, RecurrentConfig
 from flexgen_h2o.config.weight_layout import GGMLType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
@@ -37,6 +37,7 @@ from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import blocks as reference_blocks
+from flexgen_h2o.kernels.reference import delta_rule as reference_delta_rule
 from flexgen_h2o.kernels.reference import layers as reference_layers
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.reference import recall as reference_recall
@@ -73,7 +74,7 @@ BACKENDS: Mapping[str, Mapping[str, Any]] = {
         "prefill_attention": native, "select_heavy_hitters": native, "decode_attention": native,
         "quantize_groups": native, "dequantize_groups": native,
         "quantize_matrix": native, "repack": native, "unpack_rows": native,
-        "linear_quantized": native, "rotate": native,
+        "linear_quantized": native, "rotate": native, "gated_delta_net": native,
         "index_keys": native_recall, "select_keys": native_recall,
         "recall_attention": native_recall, "assign_slots": native_recall,
         "fetch_tokens": native_recall},
@@ -301,6 +302,15 @@ def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, off
     kernel = _kernel("fetch_tokens", missing) or reference_recall.fetch_tokens
     return kernel(missing, slots, file=file, direct=direct, offset=offset, layout=layout,
                   read_buffer=read_buffer)
+
+
+def gated_delta_net(mixed: Tensor, beta: Tensor, step: Tensor, states: Tensor, *,
+                    weights: Sequence[Tensor], sequences: Sequence[int], lengths: Sequence[int],
+                    config: RecurrentConfig) -> Tensor:
+    """Advance recurrent states: `reference.delta_rule.gated_delta_net`."""
+    kernel = _kernel("gated_delta_net", mixed) or reference_delta_rule.gated_delta_net
+    return kernel(mixed, beta, step, states, weights=weights, sequences=sequences, lengths=lengths,
+                  config=config)
 
 
 def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange | None = None,

@@ -166,6 +166,7 @@ EXPORT int h2o_repack(int isa, const Repack* a) { CALL(repack, *a) }
 EXPORT int h2o_norm(int isa, const Norm* a) { CALL(norm, *a) }
 EXPORT int h2o_rotate(int isa, const Rotate* a) { CALL(rotate, *a) }
 EXPORT int h2o_activate(int isa, const Activate* a) { CALL(activate, *a) }
+EXPORT int h2o_gated_delta_net(int isa, const GatedDeltaNet* a) { CALL(gated_delta_net, *a) }
 
 // Run operations in order and stop at the first error. Results of earlier operations remain.
 EXPORT int h2o_replay(int isa, const Replay* a) {

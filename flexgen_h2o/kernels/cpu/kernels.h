@@ -51,6 +51,7 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
     int norm(const Norm&);                               \
     int rotate(const Rotate&);                           \
     int activate(const Activate&);                       \
+    int gated_delta_net(const GatedDeltaNet&);           \
     }
 
 DECLARE(portable)

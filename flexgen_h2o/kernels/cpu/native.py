@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
+from flexgen_h2o.config.layers import RecurrentConfig
 from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.config.weight_layout import GGMLType
 from flexgen_h2o.h2o.key_smoothing import BasisChange
@@ -410,3 +411,33 @@ def activate(x: Tensor, function: str, factor: Tensor | None = None, *,
          factor=address(factor), dtype=DTYPES[dtype], rows=len(x), width=x.shape[1],
          function=abi.ACTIVATIONS.index(function), x_row=x.stride(0),
          factor_row=0 if factor is None else factor.stride(0))
+
+
+def gated_delta_net(mixed: Tensor, beta: Tensor, step: Tensor, states: Tensor, *,
+                    weights: Sequence[Tensor], sequences: Sequence[int], lengths: Sequence[int],
+                    config: RecurrentConfig) -> Tensor:
+    """Run `reference.delta_rule.gated_delta_net`."""
+    name, (conv, log_decay, step_bias) = "gated_delta_net", weights
+    dtype, rows, heads = check_floats(name, mixed, 2), len(mixed), (config.value_heads,)
+    check_tensors(name, dtype, mixed=(mixed, (rows, config.conv_size)), beta=(beta, (rows, *heads)),
+                  step=(step, (rows, *heads)), conv=(conv, (config.conv_size, config.kernel)),
+                  log_decay=(log_decay, heads), step_bias=(step_bias, heads))
+    check_tensors(name, torch.float32, states=(states, (len(states), config.state_size)))
+    check(len(sequences) == len(lengths) and sum(lengths) == rows
+          and all(0 <= sequence < len(states) for sequence in sequences)
+          and len({*sequences}) == len(sequences) and min(lengths, default=1) > 0, name,
+          f"{list(lengths)} tokens of sequences {list(sequences)} do not make up {rows} rows of "
+          f"{len(states)} states")
+    check_last_dim_contiguous(name, mixed=mixed, beta=beta, step=step, states=states)
+    check_contiguous(name, conv=conv, log_decay=log_decay, step_bias=step_bias)
+    out = mixed.new_empty((rows, config.value_heads, config.value_dim))
+    places, counts = integers(sequences), integers(lengths)
+    call(name, "GatedDeltaNet", mixed=mixed.data_ptr(), beta=beta.data_ptr(), step=step.data_ptr(),
+         out=out.data_ptr(), states=states.data_ptr(), conv=conv.data_ptr(),
+         log_decay=log_decay.data_ptr(), step_bias=step_bias.data_ptr(),
+         sequences=ctypes.addressof(places), lengths=ctypes.addressof(counts),
+         dtype=DTYPES[dtype], count=len(lengths), key_heads=config.key_heads,
+         value_heads=config.value_heads, key_dim=config.key_dim, value_dim=config.value_dim,
+         kernel=config.kernel, mixed_row=mixed.stride(0), beta_row=beta.stride(0),
+         step_row=step.stride(0), states_row=states.stride(0))
+    return out
