@@ -84,7 +84,7 @@ class KVCache:
         self._batch_layouts: list[BatchLayout] = []
         self._evictions = EvictionStates(shape, self._h2o, rope=rope, device=self._device,
                                          smoothing=smoothing)
-        counts = split(size.sequences, policy.cache)
+        counts = split(size.sequences, policy.cache) if shape.num_layers else (0, 0, 0)
 
         def new_parts(name: str, slot_layout: SlotLayout, slots: tuple[int, ...], *,
                       on_host: bool = False, **recall: Sequence) -> list[CachePart]:

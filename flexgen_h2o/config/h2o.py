@@ -327,5 +327,20 @@ def add_windows(h2o: H2OConfig | None, variants: Sequence[AttentionVariant]) -> 
     return WindowedH2O(**_options(h2o), windows=windows)
 
 
+def select_layers(h2o: H2OConfig | None, layers: Sequence[int]) -> H2OConfig | None:
+    """Return a configuration for some decoder layers, which are numbered from 0 in the result."""
+    if h2o is None or not layers:
+        return None
+    options: dict[str, Any] = {
+        name: tuple(value[layer] for layer in layers) for name in ("heavy_ratio", "recent_ratio")
+        if isinstance(value := getattr(h2o, name), tuple)}
+    if options and h2o.prompt_chunk is not None and replace(
+            h2o, prompt_chunk=None, **options).is_full:
+        options["prompt_chunk"] = None  # it has no effect on a full cache
+    if isinstance(h2o, WindowedH2O):
+        options["windows"] = tuple(h2o.windows[layer] for layer in layers)
+    return replace(h2o, **options)
+
+
 def _options(h2o: H2OConfig) -> dict[str, Any]:
     return {field.name: getattr(h2o, field.name) for field in fields(H2OConfig)}

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
 
-from flexgen_h2o.config.h2o import H2OConfig, WindowedH2O
+from flexgen_h2o.config.h2o import H2OConfig, select_layers
 from flexgen_h2o.errors import UserError
 
 CONTROL_THREAD = "messages"
@@ -143,17 +142,7 @@ class Stage:
 
     def h2o(self, h2o: H2OConfig | None) -> H2OConfig | None:
         """Return an H2O configuration for the layers of the stage."""
-        if h2o is None:
-            return None
-        ratios: dict[str, Any] = {
-            name: value[self.first : self.last] for name in ("heavy_ratio", "recent_ratio")
-            if isinstance(value := getattr(h2o, name), tuple)}
-        if ratios and h2o.prompt_chunk is not None and replace(
-                h2o, prompt_chunk=None, **ratios).is_full:
-            ratios["prompt_chunk"] = None  # it has no effect on a full cache
-        if isinstance(h2o, WindowedH2O):
-            return replace(h2o, windows=h2o.windows[self.first : self.last], **ratios)
-        return replace(h2o, **ratios)
+        return select_layers(h2o, range(self.first, self.last))
 
 
 def split_batches(num_batches: int, groups: int) -> list[range]:

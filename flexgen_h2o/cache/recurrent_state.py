@@ -1,0 +1,199 @@
+"""The states of recurrent layers for a block's sequences: a cache of constant size over tiers.
+
+A state is one slot of a cache: a vector of float32 (`RecurrentConfig`). The sequences of a batch
+are split over the tiers as in the KV cache. Nothing is evicted. A forward pass changes every state,
+so that whole states are fetched and stored.
+
+A layer step is ``load``, then ``advance``, then ``store``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.cache.layout import CacheSize, Capacity, SlotLayout
+from flexgen_h2o.cache.tiers import CachePart, FetchedPart, ResidentPart, WriteBackLog
+from flexgen_h2o.cache.token_attention import parts_of
+from flexgen_h2o.config.layers import RecurrentConfig
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.storage.buffer_ring import StagingBuffer
+from flexgen_h2o.storage.disk import RunFolder
+from flexgen_h2o.storage.placement import split
+from flexgen_h2o.storage.transfer import Transfers
+
+Rule = Callable[..., Tensor]
+"""``rule(*rows, states, sequences=..., lengths=...)``: advance some states by the rows of their
+sequences, in place, and return the output rows. States are [sequences, state_size]."""
+
+
+class _FetchedStates(FetchedPart):
+    """States that are fetched before use, and stored whole: there are no updates of slots."""
+
+    def _staging(self, nbytes: int, sequences: int) -> StagingBuffer:
+        host = self._device.host_empty(nbytes)
+        return StagingBuffer(self._device.empty(nbytes) if self._device.separate else host, host)
+
+    def _new_log(self, sequences: int) -> WriteBackLog:
+        return WriteBackLog(torch.empty(0), torch.empty(0))
+
+
+class RecurrentStates:
+    """The states of one block of GPU batches, reused by the next block.
+
+    Layers are the recurrent layers, counted from 0.
+
+    Parameters
+    ----------
+    config : RecurrentConfig
+    num_layers : int
+    size : CacheSize
+        Its sequences and batches are used.
+    policy : Policy
+        The cache's placement.
+    transfers : Transfers
+    run_folder : callable
+        Create the folder for states on disk.
+    """
+
+    def __init__(self, config: RecurrentConfig, num_layers: int, size: CacheSize, policy: Policy, *,
+                 transfers: Transfers, run_folder: Callable[[], RunFolder]):
+        self._layers = range(num_layers)
+        self._batch_layouts: Sequence[BatchLayout] = ()
+        device = transfers.device
+        layout = SlotLayout(1, config.state_size, torch.float32, kinds=1)
+        capacity = Capacity(size.batches, (1,) * num_layers)
+        gpu, cpu, disk = split(size.sequences, policy.cache)
+        if not device.separate:
+            gpu, cpu = gpu + cpu, 0
+        self.parts: list[CachePart] = []
+        if gpu:
+            self.parts.append(ResidentPart(layout, 0, gpu, capacity=capacity, device=device))
+        for first, count, on_disk in ((gpu, cpu, False), (gpu + cpu, disk, True)):
+            if count:
+                path = run_folder().file("states.bin", FetchedPart.file_bytes(
+                    layout, count, capacity)) if on_disk else None
+                self.parts.append(_FetchedStates(layout, first, first + count, capacity=capacity,
+                                                 transfers=transfers, path=path))
+
+    @property
+    def is_resident(self) -> bool:
+        """True if `load` and `store` are no-ops."""
+        return all(part.is_resident for part in self.parts)
+
+    def begin(self, batches: Sequence[BatchLayout]) -> None:
+        """Start a block. Discard all states but those of sequences that continue in the block."""
+        continues = any(batch_layout.has_continued for batch_layout in batches)
+        for part in self.parts:
+            if continues:
+                part.synchronize()
+            else:
+                part.reset()
+        last, self._batch_layouts = self._batch_layouts, batches
+        for layer in self._layers:
+            states = self._copy_continued(layer, last) if continues else {}
+            for part in self.parts:
+                part.begin(layer, [(len(batch_layout), 1) for batch_layout in batches])
+            for batch in range(len(batches)):
+                for part in self._parts_of(batch):
+                    self._write_continued(layer, batch, part, states)
+
+    def _copy_continued(self, layer: int, last: Sequence[BatchLayout]
+                        ) -> dict[tuple[int, int], Tensor]:
+        """Return the states of continued sequences, by batch and place in the last block."""
+        origins = [origin for batch_layout in self._batch_layouts
+                   for origin in batch_layout.continued if origin is not None]
+        states: dict[tuple[int, int], Tensor] = {}
+        for batch in sorted({origin.batch for origin in origins}):
+            for part in parts_of(self.parts, last[batch]):
+                sequences = [origin.sequence for origin in origins if origin.batch == batch
+                             and part.first <= origin.sequence < part.last]
+                if sequences:
+                    part.load(layer, batch, fetch=True)
+                    rows = _rows(part.get(layer, batch))
+                    states |= {(batch, sequence): rows[sequence - part.first].clone()
+                               for sequence in sequences}
+        return states
+
+    def _write_continued(self, layer: int, batch: int, part: CachePart,
+                         states: dict[tuple[int, int], Tensor]) -> None:
+        continued = self._continued(batch, part)
+        if any(continued):
+            part.load(layer, batch, fetch=False)
+            for row, origin in zip(_rows(part.get(layer, batch)), continued, strict=False):
+                if origin is not None:
+                    row.copy_(states[origin.batch, origin.sequence])
+            part.store(layer, batch, None)
+
+    def _continued(self, batch: int, part: CachePart) -> Sequence:
+        """Return the origins of the sequences of a part; None: a new sequence."""
+        return self._batch_layouts[batch].continued[part.sequences(batch)]
+
+    def resume(self, batches: Sequence[BatchLayout]) -> None:
+        """Continue the sequences of `begin` in another run."""
+        for part in self.parts:
+            part.synchronize()
+        self._batch_layouts = batches
+
+    def load(self, layer: int, batch: int, forward_pass: int) -> None:
+        """Start loading the states that compute of (layer, batch) needs."""
+        cached = self._batch_layouts[batch].has_cached(forward_pass)
+        for part in self._parts_of(batch):
+            part.load(layer, batch, fetch=cached or any(self._continued(batch, part)))
+
+    def store(self, layer: int, batch: int, forward_pass: int) -> None:
+        """Start writing back the states that compute of (layer, batch) changed."""
+        for part in self._parts_of(batch):
+            part.store(layer, batch, None)
+
+    def advance(self, layer: int, batch: int, rule: Rule, *rows: Tensor,
+                spans: Sequence[PromptChunk]) -> Tensor:
+        """Advance the states of sequences by the next tokens of each.
+
+        Parameters
+        ----------
+        rule : Rule
+        *rows : Tensor [rows, ...]
+            Its arguments: the rows of all spans, packed.
+        spans : sequence of PromptChunk
+            Of different sequences, in ascending order. A state is 0 before token 0.
+
+        Returns
+        -------
+        Tensor [rows, ...]
+        """
+        outputs, first = [], 0
+        for part in self._parts_of(batch):
+            part_spans = [span for span in spans if part.first <= span.sequence < part.last]
+            if not part_spans:
+                continue
+            states = _rows(part.get(layer, batch))
+            lengths = [len(span) for span in part_spans]
+            places = slice(first, first + sum(lengths))
+            first = places.stop
+            for span in part_spans:
+                if span.start == 0:
+                    states[span.sequence - part.first].zero_()
+            outputs.append(rule(*(x[places] for x in rows), states, lengths=lengths,
+                                sequences=[span.sequence - part.first for span in part_spans]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
+        """Copy the state of a sequence to others, which begin with the same tokens."""
+        for target in targets:
+            self._state(layer, batch, target).copy_(self._state(layer, batch, source))
+
+    def _state(self, layer: int, batch: int, sequence: int) -> Tensor:
+        part = next(part for part in self.parts if sequence < part.last)
+        return _rows(part.get(layer, batch))[sequence - part.first]
+
+    def _parts_of(self, batch: int) -> list[CachePart]:
+        return parts_of(self.parts, self._batch_layouts[batch])
+
+
+def _rows(slots: Tensor) -> Tensor:
+    """Return the states of a part, [sequences, state_size]."""
+    return slots[0, :, 0, 0]
