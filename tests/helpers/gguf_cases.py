@@ -126,6 +126,42 @@ def _split_inputs(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[
         yield from _permuted(name, values, config)
 
 
+def _tiled_heads(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Qwen3.5: value heads in turn for all key heads, and decays in place of their logarithms."""
+    if ".linear_attn." not in name:
+        yield from _one_more(name, values, config)
+        return
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    size = heads * config.linear_value_head_dim
+    inner = name.split(".linear_attn.")[1].removesuffix(".weight")
+    if inner == "out_proj":
+        values = values.reshape(len(values), keys, heads // keys, -1).swapaxes(1, 2).reshape(
+            values.shape)
+    elif inner != "norm":
+        values = values.squeeze(1) if inner == "conv1d" else values
+        count = heads if inner in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else size
+        last = values[len(values) - count :].reshape(keys, heads // keys, -1)
+        last = last.swapaxes(0, 1).reshape(count, *values.shape[1:])
+        values = np.concatenate((values[: len(values) - count], last))
+    if inner == "A_log":
+        values = -np.exp(values)
+    yield name.replace(".dt_bias", ".dt_proj.bias"), values
+
+
+def _qwen35(writer: GGUFWriter, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_full_attention_interval(4)
+    writer.add_rope_dimension_count(int(
+        config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([1, 1, 0, 0])
+    if hasattr(config, "moe_intermediate_size"):
+        _expert_widths(writer, config)
+
+
 def _scaling(writer: GGUFWriter, config: Any) -> None:
     scaling = config.rope_parameters
     if scaling["rope_type"] == "linear":
@@ -317,6 +353,10 @@ _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.
 _GEMMA3_ROPE = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 
+_DELTA_NETS = {"num_hidden_layers": 5, "head_dim": 12, "linear_num_key_heads": 2,
+               "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 4,
+               "linear_conv_kernel_dim": 3, **_PARTIAL}
+
 CASES: dict[str, Case] = {
     "llama": Case("llama", "llama", changed=_permuted),
     "llama 3": Case("llama", "llama", {"head_dim": 12, "tie_word_embeddings": True,
@@ -361,6 +401,10 @@ CASES: dict[str, Case] = {
     "qwen2moe": Case("qwen2moe", "qwen2_moe", {
         **_EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
         _expert_widths),
+    "qwen35": Case("qwen35", "qwen3_5_text", _DELTA_NETS, _qwen35, _tiled_heads),
+    "qwen35moe": Case("qwen35moe", "qwen3_5_moe_text", {
+        **_DELTA_NETS, **_EXPERTS, "intermediate_size": None, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24}, _qwen35, _tiled_heads),
     "qwen3moe": Case("qwen3moe", "qwen3_moe", {
         **_EXPERTS, "head_dim": 12, "moe_intermediate_size": 16, "norm_topk_prob": True},
         _expert_widths),
@@ -499,7 +543,8 @@ def _add_values(writer: GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     extra = getattr(config, "num_nextn_predict_layers", 0)
     writer.add_block_count(config.num_hidden_layers + extra)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if getattr(config, "intermediate_size", None):
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(getattr(config, "num_key_value_heads", None)
                              or config.num_attention_heads)

@@ -55,7 +55,8 @@ def test_config_and_tensors_are_those_of_the_model(tmp_path, name):
     made = load_file(folder / "model.safetensors")
     assert set(made) == set(original)
     for key, tensor in original.items():
-        assert made[key].dtype == torch.float32 and torch.equal(made[key], tensor), key
+        error = 1e-6 if key.endswith("A_log") else 0  # the file has its exponential
+        torch.testing.assert_close(made[key], tensor, rtol=0, atol=error, msg=key)
     assert json.loads((folder / "generation_config.json").read_text()) == {
         "bos_token_id": 0, "eos_token_id": 1}
 

@@ -57,6 +57,15 @@ _SHARED_EXPERTS = _table(  # with dense layers
     ffn_up_shexp="mlp.shared_experts.up_proj", ffn_down_shexp="mlp.shared_experts.down_proj",
     exp_probs_b="mlp.gate.e_score_correction_bias")
 
+_DELTA_NET = _table(
+    attn_qkv="linear_attn.in_proj_qkv", attn_gate="linear_attn.in_proj_z",
+    ssm_alpha="linear_attn.in_proj_a", ssm_beta="linear_attn.in_proj_b",
+    ssm_conv1d="linear_attn.conv1d", ssm_a="linear_attn.A_log", ssm_dt="linear_attn.dt_bias",
+    ssm_norm="linear_attn.norm", ssm_out="linear_attn.out_proj")
+_HYBRID = _table(_ATTENTION, _QK_NORMS, _DELTA_NET, post_attention_norm="post_attention_layernorm")
+_SHARED_EXPERT = _table(
+    ffn_gate_inp_shexp="mlp.shared_expert_gate", ffn_gate_shexp="mlp.shared_expert.gate_proj",
+    ffn_up_shexp="mlp.shared_expert.up_proj", ffn_down_shexp="mlp.shared_expert.down_proj")
 _LATENT = _table(
     _SHARED_EXPERTS, attn_q_a="self_attn.q_a_proj", attn_q_a_norm="self_attn.q_a_layernorm",
     attn_q_b="self_attn.q_b_proj", attn_kv_a_mqa="self_attn.kv_a_proj_with_mqa",
@@ -65,6 +74,7 @@ _LATENT = _table(
 
 HEAD_MAPS = ("attn_k_b", "attn_v_b")
 """Tensors with the maps of each head from latents to keys, and to values."""
+
 EXPERTS = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
 """Tensors with all experts of a layer."""
 
@@ -105,7 +115,10 @@ class Architecture:
         Whether rows of query and key projections rotate in pairs (2i, 2i + 1), instead of
         (i, i + head_dim / 2) as on the hub. False if both rotate in such pairs.
     shifted : bool
-        Whether 1 was added to the weights of norms.
+        Whether 1 was added to the weights of norms, except for "ssm_norm".
+    delta_nets : bool
+        Whether the value heads of gated DeltaNets are sorted by their number within the group of a
+        key head, instead of by key head, and "ssm_a" is -exp(A_log).
     fused_heads : bool
         Whether the rows of the fused projection are all queries, all keys, all values, instead of
         query, key and value of each head.
@@ -135,6 +148,7 @@ class Architecture:
     rope: Callable[[Metadata, int], dict[str, Any]] = rope
     interleaved: bool = False
     shifted: bool = False
+    delta_nets: bool = False
     fused_heads: bool = False
     bare: frozenset[str] = frozenset()
     single_rows: frozenset[str] = frozenset()
@@ -270,6 +284,19 @@ def _qwen2_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
             meta.count("expert_shared_feed_forward_length", shared[0])}
 
 
+def _qwen35(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    interval = meta.count("full_attention_interval", 4)
+    layers = meta.count("block_count", least=0) - extra_layers(meta)
+    return {**_qwen3(meta, head_dim), "linear_value_head_dim":
+            meta.count("ssm.inner_size") // meta.count("ssm.time_step_rank"),
+            "layer_types": ["linear_attention" if (layer + 1) % interval else "full_attention"
+                            for layer in range(layers)]}
+
+
+def _qwen35_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {**_qwen35(meta, head_dim), **_qwen2_moe(meta, head_dim)}
+
+
 def _qwen3_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
     return {**_expert_sizes(meta, head_dim), **_qwen3(meta, head_dim)}
 
@@ -353,6 +380,13 @@ _OLMO2 = Architecture(
     "olmo2", "Olmo2ForCausalLM", fixed={"hidden_act": "silu"}, more=_qwen3,
     layer=_table({name: _SANDWICH[name] for name in _SANDWICH
                   if name not in ("attn_norm", "ffn_norm")}, _QK_NORMS))
+_LINEAR = _table(linear_conv_kernel_dim="ssm.conv_kernel", linear_key_head_dim="ssm.state_size",
+                 linear_num_key_heads="ssm.group_count",
+                 linear_num_value_heads="ssm.time_step_rank")
+_QWEN35 = Architecture(
+    "qwen3_5_text", "Qwen3_5ForCausalLM", counts=_table(_SIZES, _LINEAR), more=_qwen35,
+    rope=partial_rope, fixed={"hidden_act": "silu"}, shifted=True, delta_nets=True,
+    bare=frozenset({"ssm_a", "ssm_dt"}), layer=_table(_HYBRID, _MLP))
 _COHERE = Architecture("cohere", "CohereForCausalLM", numbers=_NORM, fixed={"hidden_act": "silu"},
                        more=_cohere, layer=_table(_ATTENTION, _MLP))
 
@@ -413,10 +447,15 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
         "qwen2_moe", "Qwen2MoeForCausalLM", counts=_ROUTED, more=_qwen2_moe,
         fixed={**_ALL_ROUTED, "norm_topk_prob": False, "use_sliding_window": False},
         single_rows=frozenset({"ffn_gate_inp_shexp"}),
-        layer=_table(_EXPERTS, ffn_gate_inp_shexp="mlp.shared_expert_gate",
-                     ffn_gate_shexp="mlp.shared_expert.gate_proj",
-                     ffn_up_shexp="mlp.shared_expert.up_proj",
-                     ffn_down_shexp="mlp.shared_expert.down_proj")),
+        layer=_table(_EXPERTS, _SHARED_EXPERT)),
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(
+        _QWEN35, model_type="qwen3_5_moe_text", class_name="Qwen3_5MoeForCausalLM",
+        counts=_table({name: value for name, value in _ROUTED.items()
+                       if name != "intermediate_size"}, _LINEAR),
+        more=_qwen35_moe, single_rows=frozenset({"ffn_gate_inp_shexp"}),
+        layer=_table({name: value for name, value in _EXPERTS.items() if name != "ffn_norm"},
+                     _SHARED_EXPERT, _HYBRID)),
     "qwen3moe": Architecture(
         "qwen3_moe", "Qwen3MoeForCausalLM", counts=_ROUTED, layer=_table(_EXPERTS, _QK_NORMS),
         fixed={**_ALL_ROUTED, "norm_topk_prob": True, "use_sliding_window": False},

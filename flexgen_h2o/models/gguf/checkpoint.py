@@ -33,7 +33,7 @@ _F32 = BLOCK_TYPES[0]
 _MAX_ELEMENTS = 1 << 28  # of an expert, which is converted at once; the largest have 8 million
 _MAX_TENSORS = 1 << 17  # mostly experts: the largest models have some ten thousand
 _LAYER_NUMBER = re.compile(r"blk\.([0-9]{1,9})\.")
-_LAYER = re.compile(r"blk\.([0-9]{1,9})\.([a-z_]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.([0-9]{1,9})\.([a-z0-9_]+)(?:\.(weight|bias))?")
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,12 @@ class GgufTensor:
         Offset of the first row in the file.
     order : int array [rows], optional
         order[i] is the file's row of row i.
+    columns : int array [inputs], optional
+        columns[i] is the file's column of column i.
     shift : float
         Added to every value.
+    is_decay : bool
+        Whether the file has -exp(x) of each value x.
     float32 : bool
         Stays in float32 in a converted model.
     """
@@ -62,7 +66,9 @@ class GgufTensor:
     shape: tuple[int, ...]
     offset: int
     order: np.ndarray | None = None
+    columns: np.ndarray | None = None
     shift: float = 0.0
+    is_decay: bool = False
     float32: bool = False
 
     def packed(self, rows: slice) -> np.ndarray:
@@ -86,11 +92,15 @@ class GgufTensor:
         values = dequantize(torch.from_numpy(np.array(self.packed(rows))), self.kind)
         if len(self.shape) == 1:
             values = values[0] if self.order is None else values[0][self.order]
+        if self.columns is not None:
+            values = values[:, self.columns]
+        if self.is_decay:
+            values = (-values).log()
         return values + self.shift if self.shift else values
 
     def layout(self) -> MatrixLayout | None:
         """Return the layout that keeps the quantized values; None if it is not such a matrix."""
-        if len(self.shape) != 2 or self.shift:
+        if len(self.shape) != 2 or self.shift or self.columns is not None:
             return None
         return self.kind.layout(self.shape[0], self.shape[1])
 
@@ -296,7 +306,8 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
             parts.setdefault(f"{kind.layers}.{match[1]}.", {})[
                 f"{match[2]}.{match[3]}"] = part
             continue
-        shift = -1.0 if kind.shifted and name.endswith("norm.weight") else 0.0
+        shifted = kind.shifted and name.endswith("norm.weight") and "ssm_norm" not in name
+        shift = -1.0 if shifted else 0.0
         tensor = GgufTensor(file, stored.kind, stored.shape, stored.offset, shift=shift)
         tensors.update(_named(meta, kind, name, match, tensor))
         if len(tensors) > _MAX_TENSORS:
@@ -327,7 +338,7 @@ def _named(meta: Metadata, kind: Architecture, name: str, match: re.Match | None
     if match is None and outer in kind.outer and suffix in ("weight", "bias"):
         yield f"{kind.outer[outer]}.{suffix}", tensor
         return
-    if match is None or match[2] not in kind.layer:
+    if match is None or match[2] not in kind.layer or not (match[3] or match[2] in kind.bare):
         raise UserError(f"{meta.source}: tensor {name} is no part of the {meta.architecture} "
                         "architecture")
     layer, inner, suffix = match.groups()
@@ -342,7 +353,34 @@ def _named(meta: Metadata, kind: Architecture, name: str, match: re.Match | None
     if len(tensor.shape) > (3 if inner in HEAD_MAPS else 2):
         raise UserError(f"{meta.source}: tensor {name} has {len(tensor.shape)} dimensions; a "
                         "matrix is needed")
+    if kind.delta_nets and (inner in ("attn_qkv", "attn_gate") or inner.startswith("ssm_")):
+        yield hub_name, _delta_net_tensor(meta, inner, tensor)
+        return
     yield hub_name, replace(tensor, order=_order(meta, kind, name, inner, tensor.shape[0]))
+
+
+def _delta_net_tensor(meta: Metadata, inner: str, tensor: GgufTensor) -> GgufTensor:
+    """Return a tensor of a gated DeltaNet as it is on the hub.
+
+    The value heads come last among the rows, or are the columns of the output projection. Source:
+    `_LinearAttentionVReorderBase` in conversion/qwen.py of llama.cpp.
+    """
+    if inner == "ssm_norm":
+        return tensor
+    keys, values, size = (meta.count(f"ssm.{key}")
+                          for key in ("group_count", "time_step_rank", "inner_size"))
+    of_heads = inner in ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta")
+    height, total = tensor.shape[-1 if inner == "ssm_out" else 0], values if of_heads else size
+    if values % keys or size % values or total > height:
+        raise UserError(f"{meta.source}: {inner} of shape {list(tensor.shape)} has no {values} "
+                        f"value heads for {keys} key heads")
+    heads = np.arange(total).reshape(values // keys, keys, -1).swapaxes(0, 1).reshape(-1)
+    order = np.concatenate((np.arange(height - total), height - total + heads))
+    if inner == "ssm_out":
+        return replace(tensor, columns=order)
+    if inner == "ssm_conv1d":
+        tensor = replace(tensor, shape=(height, 1, *tensor.shape[1:]))
+    return replace(tensor, order=order, is_decay=inner == "ssm_a")
 
 
 def _entries(meta: Metadata, hub_name: str, tensor: GgufTensor

@@ -133,13 +133,14 @@ def header_options(header: GgufHeader, model: ModelConfig, bits: int | str, *,
     """Return `weight_options` from the header alone, with the file's tensor names."""
     layouts: dict[str, MatrixLayout] = {}
     shapes: dict[str, tuple[int, int]] = {}
-    exact = model.exact_shapes
+    exact, delta_nets = model.exact_shapes, architecture_of(header)[1].delta_nets
     for name, tensor in header.tensors.items():
         maps = name.endswith(("attn_kv_b.weight", *(f"{each}.weight" for each in HEAD_MAPS)))
         if len(tensor.shape) < 2 or tensor.shape[-2:] in exact or maps:  # these stay exact
             continue
         outputs, inputs = tensor.shape[-2:]
-        layout = tensor.kind.layout(outputs, inputs)
+        reordered = delta_nets and "ssm_out" in name  # its columns: see `GgufTensor`
+        layout = None if reordered else tensor.kind.layout(outputs, inputs)
         for entry in range(math.prod(tensor.shape[:-2])):
             shapes[f"{name}.{entry}"] = outputs, inputs
             if layout is not None:
