@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.storage.disk import Extent
@@ -255,6 +256,9 @@ class View:
         Rows of the entry, after transposition. ``range(n)`` and ``range(n, 2 * n)`` are halves,
         ``range(0, 2 * n, 2)`` and ``range(1, 2 * n, 2)`` alternate. None: all. For a vector, its
         elements.
+    parts : tuple of range
+        In place of `rows`, ranges that follow one another in the result, such as the queries of
+        each head in a matrix of queries and gates.
     blocks : int
         Equal blocks of rows in the tensor, such as heads: the result is [blocks, rows, inputs] with
         these stored rows of each block, or [blocks, inputs, rows] if `transposed`. 0: none.
@@ -264,12 +268,13 @@ class View:
     entry: int | None = None
     transposed: bool = False
     rows: range | None = None
+    parts: tuple[range, ...] = ()
     blocks: int = 0
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The position of a view in a tensor of known shape, in elements."""
+    """The position of a view, or of a part of it, in a tensor of known shape, in elements."""
 
     shape: tuple[int, ...]
     start: int  # of the entry
@@ -323,16 +328,26 @@ class StackedCheckpoint(Checkpoint):
             rows, (_, width) = self._block(name)
             shape = (width, len(rows)) if view.transposed else (len(rows), width)
             return replace(stacked, shape=(view.blocks, *shape), extent=None, checksum=None)
-        place, extent = self._place(name), None
-        if stacked.extent is not None and not view.transposed and place.rows.step == 1:
+        (place, *others), extent = self._places(name), None
+        height = sum(part.shape[0] for part in (place, *others))
+        if (stacked.extent is not None and not view.transposed and not others
+                and place.rows.step == 1):
             size = stacked.dtype.itemsize
             first = (place.start + place.rows.start * place.width) * size
             extent = Extent(stacked.extent.path, stacked.extent.offset + first,
                             math.prod(place.shape) * size)
-        return replace(stacked, shape=place.shape, extent=extent, checksum=None)
+        return replace(stacked, shape=(height, *place.shape[1:]), extent=extent, checksum=None)
 
-    def _place(self, name: str) -> _Place:
-        """Return the position of a view; raise `UserError` if its tensor has no such part."""
+    def _places(self, name: str) -> list[_Place]:
+        """Return the positions of a view's rows, or of each of its parts."""
+        view = self._views[name]
+        return [self._place(name, rows) for rows in view.parts or (view.rows,)]
+
+    def _place(self, name: str, view_rows: range | None) -> _Place:
+        """Return the position of some rows of a view's tensor; None: of all rows.
+
+        Raise `UserError` if the tensor has no such part.
+        """
         view = self._views[name]
         stored = self._inner.info(view.tensor).shape
         stacked = view.entry is not None
@@ -340,7 +355,7 @@ class StackedCheckpoint(Checkpoint):
         shape = stored[1:] if stacked else stored
         transposed = shape[::-1] if view.transposed else shape
         height = transposed[0] if transposed else 0
-        rows = range(height) if view.rows is None else view.rows
+        rows = range(height) if view_rows is None else view_rows
         fits = len(shape) == 2 or len(shape) == 1 and not view.transposed
         inside = not rows or 0 <= rows[0] <= rows[-1] < height
         if not fits or not inside or not 0 <= entry < entries:
@@ -372,14 +387,16 @@ class StackedCheckpoint(Checkpoint):
         if view.blocks:
             self._fill_blocks(name, out)
             return
-        place = self._place(name)
-        if view.transposed:
-            self._fill_transposed(view.tensor, place, out)
-        elif place.rows.step == 1:
-            first = place.start + place.rows.start * place.width
-            self._inner.read_part(view.tensor, first, out)
-        else:
-            self._fill_strided(view.tensor, place, out.view(len(place.rows), place.width))
+        places = self._places(name)
+        for place, part in zip(places, out.split([place.shape[0] for place in places]),
+                               strict=True):
+            if view.transposed:
+                self._fill_transposed(view.tensor, place, part)
+            elif place.rows.step == 1:
+                first = place.start + place.rows.start * place.width
+                self._inner.read_part(view.tensor, first, part)
+            else:
+                self._fill_strided(view.tensor, place, part.view(len(place.rows), place.width))
 
     def _fill_blocks(self, name: str, out: torch.Tensor) -> None:
         """Read some rows of each block."""
@@ -415,27 +432,41 @@ class StackedCheckpoint(Checkpoint):
     def stored_layout(self, name: str) -> MatrixLayout | None:
         if name not in self._views:
             return self._inner.stored_layout(name)
-        view = self._views[name]
-        layout = self._inner.stored_layout(view.tensor)
-        if layout is None or view.transposed or view.blocks:
+        places = self._quantized_places(name)
+        layout = self._inner.stored_layout(self._views[name].tensor)
+        if layout is None or not places:
             return None
-        shape = self._place(name).shape
-        return replace(layout, outputs=shape[0]) if len(shape) == 2 else None
+        return replace(layout, outputs=sum(len(place.rows) for place in places))
 
     def read_quantized(self, name: str, layout: MatrixLayout, out: torch.Tensor,
                        rows: range | None = None) -> bool:
         if name not in self._views:
             return self._inner.read_quantized(name, layout, out, rows)
+        places, end = self._quantized_places(name), 0
+        if not places or rows is not None and len(places) > 1:
+            return False
+        for place in places:
+            part = place.rows if rows is None else place.rows[rows.start : rows.stop : rows.step]
+            first = place.start // place.width
+            part_layout = replace(layout, outputs=len(part))
+            begin, end = end, end + part_layout.nbytes
+            if not self._inner.read_quantized(
+                    self._views[name].tensor, part_layout, out[begin:end],
+                    range(first + part.start, first + part.stop, part.step)):
+                return False
+        return True
+
+    def _quantized_places(self, name: str) -> list[_Place]:
+        """Return the places whose quantized values make up a view, one after the other.
+
+        None of a view that changes the order within rows, or the tiles of a `MatrixLayout`.
+        """
         view = self._views[name]
         if view.transposed or view.blocks:
-            return False
-        place = self._place(name)
-        if len(place.shape) != 2:
-            return False
-        view_rows = place.rows if rows is None else place.rows[rows.start : rows.stop : rows.step]
-        first = place.start // place.width
-        stored_rows = range(first + view_rows.start, first + view_rows.stop, view_rows.step)
-        return self._inner.read_quantized(view.tensor, layout, out, stored_rows)
+            return []
+        places = self._places(name)
+        whole = all(len(place.rows) % MATRIX_TILE == 0 for place in places[:-1])
+        return places if whole and len(places[0].shape) == 2 else []
 
     def close(self) -> None:
         self._inner.close()

@@ -3,6 +3,7 @@
 `Decoder` derives what a layer computes from the short names of its tensors:
 
 - "q", "k", "v" or the fused "qkv", and "out": projections of attention,
+- "out_gate": attention's output is multiplied by the sigmoid of this projection,
 - "gate" and "up" or the fused "gate_up", and "down": the gated MLP,
 - "ln1", "ln2": norms before attention and MLP; "post1", "post2": norms of their outputs,
 - "q_norm", "k_norm": norms of queries and keys, per head or over all heads, by their width,
@@ -174,13 +175,25 @@ class Decoder:
         Parameters
         ----------
         attended : Tensor [rows, heads, head_dim]
+            Overwritten if there is a gate.
         """
         if cfg.parallel_residual:
             self.mlp(cfg, w, x, ops)
         attended = attended.reshape(len(x), cfg.q_size)
         for block in row_blocks(len(x)):
-            add_linear_(cfg, w, x[block], attended[block], ops, matrix="out", post_norm="post1")
+            source = attended[block]
+            if "out_gate" in w:
+                gate = ops.get("out_gate", tuple(source.shape), x.dtype)
+                ops.linear(normed(cfg, w, "ln1", x[block], ops), w["out_gate"],
+                           w.get("out_gate_bias"), out=gate)
+                source = ops.gate_(source, gate)
+            add_linear_(cfg, w, x[block], source, ops, matrix="out", post_norm="post1")
         return x
+
+    def recurrent(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
+                  advance: Callable[..., Tensor], ops: Operations) -> Tensor:
+        """Add the output of a recurrent layer to x; see `gated_delta_net.add_delta_net_`."""
+        raise NotImplementedError
 
     def mlp(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, ops: Operations) -> Tensor:
         """Add ``down(act(gate(norm(x))) * up(norm(x)))`` to x [rows, hidden] and return x."""

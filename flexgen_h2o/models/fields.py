@@ -173,20 +173,21 @@ class Fields:
             return None
         return self.count("sliding_window")
 
-    def local_layers(self, is_local: Callable[[int], bool]) -> tuple[bool, ...]:
-        """Return for each layer whether it has sliding-window attention.
+    def local_layers(self, is_local: Callable[[int], bool],
+                     types: tuple[str, str] = LAYER_TYPES) -> tuple[bool, ...]:
+        """Return for each layer whether it has the second of two types: sliding windows.
 
         It follows from layer_types or, without this key, from `is_local` (layer number).
         """
-        layers, types = self.count("num_hidden_layers"), self.raw("layer_types")
-        if types is None:
+        layers, kinds = self.count("num_hidden_layers"), self.raw("layer_types")
+        if kinds is None:
             return tuple(map(is_local, range(layers)))
-        types = self.fit(list[str], list(types) if isinstance(types, tuple) else types,
+        kinds = self.fit(list[str], list(kinds) if isinstance(kinds, tuple) else kinds,
                          "layer_types")
-        if len(types) != layers or not set(types) <= set(LAYER_TYPES):
-            raise UserError(f"{self.name}: config value layer_types must say {LAYER_TYPES[0]} or "
-                            f"{LAYER_TYPES[1]} for each of {layers} layers")
-        return tuple(kind == LAYER_TYPES[1] for kind in types)
+        if len(kinds) != layers or not set(kinds) <= set(types):
+            raise UserError(f"{self.name}: config value layer_types must say {types[0]} or "
+                            f"{types[1]} for each of {layers} layers")
+        return tuple(kind == types[1] for kind in kinds)
 
     def attention_variants(self, local: tuple[bool, ...], *, scale: float | None = None,
                            softcap: float = 0.0, sinks: bool = False

@@ -107,6 +107,10 @@ class Operations(Scratch):
         """Call `sort_pairs_`."""
         sort_pairs_(x, width)
 
+    def gate_(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Compute ``x *= sigmoid(gate)`` and return x; gate is overwritten."""
+        return x.mul_(gate.sigmoid_())
+
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         """Call `activate_`."""
         return activate_(x, name, factor)
@@ -210,6 +214,11 @@ class CapturingOperations(Operations):
 
     def xielu_(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> None:
         self._capture.append(partial(xielu_, x, alpha_p, alpha_n))
+
+    def gate_(self, x: Tensor, gate: Tensor) -> Tensor:
+        self._capture.append(gate.sigmoid_)
+        self._capture.append(partial(x.mul_, gate))
+        return x
 
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         native.activate(x, activation(name), factor, capture=self._capture)

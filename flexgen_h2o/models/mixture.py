@@ -70,6 +70,8 @@ class MixtureDecoder(Decoder):
 
     def weights(self, cfg: ModelConfig) -> ModelWeights:
         weights = super().weights(cfg)
+        if cfg.experts is None:
+            return weights
         experts = tuple(
             tuple(self.expert_specs(cfg, f"model.layers.{layer}.{self.block}.experts.{number}.")
                   for number in range(cfg.experts.count if cfg.has_experts(layer) else 0))
@@ -88,12 +90,16 @@ class MixtureDecoder(Decoder):
 
     def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
         specs = {**norm_specs("ln1", f"{prefix}input_layernorm", cfg.hidden_size, self.norm_bias),
-                 **attention_specs(cfg, prefix), **self.qk_norm_specs(cfg, prefix)}
+                 **self.attention_specs(cfg, prefix)}
         if not cfg.has_experts(int(prefix.split(".")[2])):
             ln2 = norm_specs("ln2", f"{prefix}post_attention_layernorm", cfg.hidden_size,
                              self.norm_bias)
             return specs | ln2 | mlp_specs(cfg, prefix, self.block)
         return specs | self.router_specs(cfg, prefix) | self.shared_specs(cfg, prefix)
+
+    def attention_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        """Return the attention of one layer, or what replaces it."""
+        return {**attention_specs(cfg, prefix), **self.qk_norm_specs(cfg, prefix)}
 
     def router_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
         """Return the norm before the experts of a layer, and its router.
@@ -104,7 +110,7 @@ class MixtureDecoder(Decoder):
         specs = norm_specs("router_norm", f"{prefix}post_attention_layernorm", cfg.hidden_size,
                            self.norm_bias)
         specs["router"] = TensorSpec(f"{block}{self.router}.weight", (count, cfg.hidden_size),
-                                     float32=bool(self.correction))
+                                     float32=bool(self.correction) or cfg.float32_routers)
         if self.correction:
             specs["router_correction"] = TensorSpec(f"{block}{self.correction}", (count,),
                                                     float32=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
@@ -19,11 +19,13 @@ from flexgen_h2o.config.layers import (
     AttentionVariant,
     ExpertsConfig,
     LatentConfig,
+    RecurrentConfig,
 )
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.rope import NO_ROPE, RopeConfig
 
+_BY_LAYER = ("attention", "other_rope_layers", "dense_layers", "recurrent_layers")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
 
 
@@ -36,7 +38,7 @@ class PartShapes:
     matrices : tuple of (outputs, inputs)
         Shapes of matrices, and of tables as [rows, width].
     vectors : int
-        Total elements of norms, biases and stacks of matrices.
+        Total elements of norms, biases, convolutions and stacks of matrices.
     float32 : int
         Total elements of tensors in float32: see `TensorSpec`.
     """
@@ -181,6 +183,8 @@ class ModelConfig:
         all models alike.
     qk_norm : bool
         Whether queries and keys are normed. The table of tensors says over which axes.
+    attention_gate : bool
+        Whether attention's output is multiplied by a sigmoid of the layer's input.
     clip_qkv : float
         Queries, keys and values are clamped to this absolute value; 0: not clamped.
     layer_norm : bool
@@ -213,6 +217,10 @@ class ModelConfig:
         One per decoder layer; empty if all have the default variant. See `attention_variant`.
     latent : LatentConfig or None
         Multi-head latent attention: `num_kv_heads` is 1, and `head_dim` the width of a cached key.
+    recurrent : RecurrentConfig or None
+        What recurrent layers have in place of attention.
+    recurrent_layers : tuple of bool
+        Whether a layer is recurrent; empty if none is. See `is_recurrent`.
 
     Raises
     ------
@@ -245,6 +253,7 @@ class ModelConfig:
     other_rope_layers: tuple[bool, ...] = ()
     rope_interleaved: bool = False
     qk_norm: bool = False
+    attention_gate: bool = False
     clip_qkv: float = 0.0
     layer_norm: bool = False
     norm_offset: float = 0.0
@@ -263,9 +272,14 @@ class ModelConfig:
     extra_layers: int = 0
     attention: tuple[AttentionVariant, ...] = ()
     latent: LatentConfig | None = None
+    recurrent: RecurrentConfig | None = None
+    recurrent_layers: tuple[bool, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "embed_dim", self.embed_dim or self.hidden_size)
+        if not any(self.recurrent_layers):
+            object.__setattr__(self, "recurrent", None)
+            object.__setattr__(self, "recurrent_layers", ())
         if self.dense_layers and all(self.dense_layers):  # in a part of a model
             object.__setattr__(self, "experts", None)
         if self.num_heads % self.num_kv_heads:
@@ -293,16 +307,18 @@ class ModelConfig:
 
     def slice_layers(self, first: int, last: int) -> ModelConfig:
         """Return the model of layers first:last."""
-        return replace(self, num_layers=last - first, attention=self.attention[first:last],
-                       other_rope_layers=self.other_rope_layers[first:last],
-                       dense_layers=self.dense_layers[first:last])
+        return self.select_layers(range(first, last))
+
+    def select_layers(self, layers: Sequence[int]) -> ModelConfig:
+        """Return the model of some decoder layers."""
+        options: dict[str, Any] = {
+            name: tuple(values[layer] for layer in layers) for name in _BY_LAYER
+            if (values := getattr(self, name))}
+        return replace(self, num_layers=len(layers), **options)
 
     def longer(self) -> ModelConfig:
         """Return the model with a copy of its last layer added."""
-        return replace(self, num_layers=self.num_layers + 1,
-                       attention=self.attention + self.attention[-1:],
-                       other_rope_layers=self.other_rope_layers + self.other_rope_layers[-1:],
-                       dense_layers=self.dense_layers + self.dense_layers[-1:])
+        return self.select_layers([*range(self.num_layers), self.num_layers - 1])
 
     @cached_property
     def weights(self) -> ModelWeights:
@@ -332,14 +348,31 @@ class ModelConfig:
         """Return True if a decoder layer has experts in place of an MLP."""
         return self.experts is not None and not (self.dense_layers and self.dense_layers[layer])
 
+    def is_recurrent(self, layer: int) -> bool:
+        """Return True if a decoder layer has a recurrent state in place of a KV cache."""
+        return bool(self.recurrent_layers) and self.recurrent_layers[layer]
+
+    @cached_property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The decoder layers that have a KV cache."""
+        return tuple(layer for layer in range(self.num_layers) if not self.is_recurrent(layer))
+
+    @property
+    def attention_only(self) -> ModelConfig:
+        """The model of `attention_layers`, numbered as in the KV cache."""
+        return self if self.recurrent is None else self.select_layers(self.attention_layers)
+
     @cached_property
     def layer_kinds(self) -> dict[int, int]:
         """The first decoder layer of each kind, and the count of the kind.
 
-        Layers with experts and layers without are the two kinds.
+        Layers of a kind have tensors of the same shapes.
         """
-        kinds = [self.has_experts(layer) for layer in range(self.num_layers)]
+        kinds = list(map(self._kind, range(self.num_layers)))
         return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+    def _kind(self, layer: int) -> tuple[bool, bool]:
+        return self.has_experts(layer), self.is_recurrent(layer)
 
     @property
     def expert_layers(self) -> int:
@@ -347,11 +380,24 @@ class ModelConfig:
         return sum(count for layer, count in self.layer_kinds.items() if self.has_experts(layer))
 
     @property
+    def float32_routers(self) -> bool:
+        """True if experts' matrices have the shape of routers, which are then kept in float32.
+
+        All else that is not quantized is known by its shape: see `exact_shapes`.
+        """
+        experts = self.experts
+        return experts is not None and experts.count in (experts.ffn_size, experts.shared_ffn_size)
+
+    @property
     def exact_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Shapes of matrices that are never quantized: routers, and gates of one row."""
-        if self.experts is None:
-            return ()
-        return (self.experts.count, self.hidden_size), (1, self.hidden_size)
+        """Shapes of matrices that are never quantized: routers, gates of one row, and the gates of
+        recurrent heads."""
+        rows: list[int] = []
+        if self.experts is not None:
+            rows += (1,) if self.float32_routers else (self.experts.count, 1)
+        if self.recurrent is not None:
+            rows.append(self.recurrent.value_heads)
+        return tuple((count, self.hidden_size) for count in rows)
 
     @property
     def shapes_of_experts(self) -> frozenset[tuple[int, ...]]:
@@ -385,7 +431,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of keys and values per token of the full cache, in all layers."""
-        return self.num_layers * self.cached_size * itemsize
+        return len(self.attention_layers) * self.cached_size * itemsize
 
     def embed_shapes(self) -> PartShapes:
         """Return the sizes of the embeddings, including a tied token table."""
@@ -393,22 +439,22 @@ class ModelConfig:
 
     def layer_shapes(self, layer: int = 0) -> PartShapes:
         """Return the sizes of a decoder layer, without its experts."""
-        return self._layer_shapes[self.has_experts(layer)][0]
+        return self._layer_shapes[self._kind(layer)][0]
 
     def half_shapes(self, layer: int = 0) -> tuple[PartShapes, PartShapes]:
         """Return the sizes of attention and MLP of a decoder layer, with their norms."""
-        return self._layer_shapes[self.has_experts(layer)][1:]
+        return self._layer_shapes[self._kind(layer)][1:]
 
     @cached_property
-    def _layer_shapes(self) -> dict[bool, tuple[PartShapes, PartShapes, PartShapes]]:
-        """Sizes of a layer and of its halves, by whether it has experts."""
+    def _layer_shapes(self) -> dict[tuple[bool, bool], tuple[PartShapes, PartShapes, PartShapes]]:
+        """Sizes of a layer and of its halves, by its kind."""
         shapes = {}
         for kind in self.layer_kinds:
             layer = self.weights.slice_layers(kind, kind + 1).separated()
             halves = layer.layers[2 * kind : 2 * kind + 2]
             layer_shapes, attention, mlp = (PartShapes.from_specs(specs, self.exact_shapes)
                                             for specs in (self.weights.layers[kind], *halves))
-            shapes[self.has_experts(kind)] = layer_shapes, attention, mlp
+            shapes[self._kind(kind)] = layer_shapes, attention, mlp
         return shapes
 
     def over_layers(self, size: Callable[[PartShapes], int]) -> int:
@@ -451,11 +497,17 @@ class ModelConfig:
         """Return the elements of `Scratch` that a decoder layer uses for a number of rows."""
         into = (self.half_shapes(layer)[1].matrices[:-1] for layer in self.layer_kinds)
         wide = max(sum(outputs for outputs, _ in matrices) for matrices in into)
+        inputs = self.q_size + 2 * self.kv_size
         if self.latent is not None:
             wide += self.latent.query_rank + self.latent.key_dim + self.num_heads * (
                 self.latent.query_dim + self.latent.value_dim)
-        return (rows * (self.q_size + 2 * self.kv_size)
-                + min(rows, ROW_BLOCK) * (self.hidden_size + wide))
+        if self.attention_gate:
+            wide = max(wide, self.q_size)
+        if self.recurrent is not None:
+            heads = self.recurrent
+            wide = max(wide, heads.value_size)
+            inputs = max(inputs, heads.conv_size + heads.value_size + 2 * heads.value_heads)
+        return rows * inputs + min(rows, ROW_BLOCK) * (self.hidden_size + wide)
 
 
 def family(config: ModelConfig) -> Any:

@@ -92,6 +92,13 @@ def check_halves(config: ModelConfig, policy: Policy) -> None:
                         "layers; leave --sep-layer off")
 
 
+def check_speculation(config: ModelConfig, policy: Policy) -> None:
+    """Raise `UserError` if the model cannot take back rejected drafts."""
+    if policy.speculate is not None and config.recurrent is not None:
+        raise UserError(f"{config.name} has recurrent layers, whose states cannot take back "
+                        "drafts: leave --speculate and --draft-model out")
+
+
 def check_experts(config: ModelConfig, policy: Policy) -> None:
     """Raise `UserError` if expert options do not fit the model."""
     for name, flag in (("experts", "--expert-percent"), ("expert_slots", "--expert-slots"),
@@ -165,7 +172,7 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
             chunk = min(length, h2o.prompt_chunk) if h2o.prompt_chunk else 1
             with_windows = add_windows(h2o, config.attention)
             cached = max(num_cached(with_windows, layer, length, new_tokens - 1)
-                         for layer in range(config.num_layers))
+                         for layer in config.attention_layers)
             num_positions = min(num_positions, chunk + cached)
             advice = ", or lower the budget"
     if num_positions > limit:

@@ -47,6 +47,9 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
     "llama4_text": "llama4",
     "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe",
+    "qwen3_next": "qwen3_next",
+    "qwen3_5_text": "qwen3_next",
+    "qwen3_5_moe_text": "qwen3_next",
     "qwen2": "qwen",
     "qwen3": "qwen",
     "seed_oss": "qwen",
@@ -84,6 +87,8 @@ MULTIMODAL: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType({
     "qwen2_vl": ("qwen2", _QWEN_VL),
     "qwen2_5_vl": ("qwen2", _QWEN_VL),
     "qwen3_vl": ("qwen3", {"rope_theta": 5e5}),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "glm4v": ("glm4", {"rms_norm_eps": 1e-5, "head_dim": None}),
 })
 """Models with vision whose text model is one of `FAMILIES`, by the model_type of config.json.

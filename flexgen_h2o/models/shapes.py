@@ -49,6 +49,11 @@ def _rope(theta: float, kind: str = "default", **other) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": theta, **other}
 
 
+def _qwen35(model_type: str, **other) -> dict[str, Any]:
+    return {"model_type": model_type, "max_position_embeddings": 262144, "dtype": "bfloat16",
+            "rope_parameters": _rope(10000000.0, partial_rotary_factor=0.25), **other}
+
+
 def _qwen2(*sizes: int, **other) -> dict[str, Any]:
     return _sizes("qwen2", *sizes, **{
         "max_position_embeddings": 131072, "rope_parameters": _rope(1000000.0),
@@ -161,6 +166,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960, "norm_topk_prob": True, "bos_token_id": 151643,
         "eos_token_id": 151645, "dtype": "bfloat16",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": {
+        "model_type": "qwen3_next", "max_position_embeddings": 262144, "intermediate_size": 5120,
+        "bos_token_id": 151643, "eos_token_id": 151645, "dtype": "bfloat16",
+        "rope_parameters": _rope(10000000.0, partial_rotary_factor=0.25)},
+    "Qwen/Qwen3.5-9B": _qwen35("qwen3_5_text"),
+    "Qwen/Qwen3.5-27B": _qwen35("qwen3_5_text", hidden_size=5120, num_hidden_layers=64,
+                                intermediate_size=17408, num_attention_heads=24,
+                                linear_num_value_heads=48),
+    "Qwen/Qwen3.5-35B-A3B": _qwen35("qwen3_5_moe_text"),
     "openai/gpt-oss-20b": _gpt_oss(24, 32),
     "openai/gpt-oss-120b": _gpt_oss(36, 128),
     "zai-org/GLM-4.5-Air": _glm4_moe(4096, 46, 96, 8, 10944, experts=128, dense=1, width=1408),
@@ -270,4 +284,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 SAME_AS = {"meta-llama/Meta-Llama-3.1-8B": "meta-llama/Llama-3.1-8B",
-           "deepseek-ai/DeepSeek-R1": "deepseek-ai/DeepSeek-V3"}
+           "deepseek-ai/DeepSeek-R1": "deepseek-ai/DeepSeek-V3",
+           "Qwen/Qwen3-Next-80B-A3B-Thinking": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+           "Qwen/Qwen3.6-27B": "Qwen/Qwen3.5-27B",
+           "Qwen/Qwen3.6-35B-A3B": "Qwen/Qwen3.5-35B-A3B"}

@@ -8,6 +8,12 @@ from typing import Any
 SIZES = {"vocab_size": 97, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 5,
          "num_key_value_heads": 1, "intermediate_size": 27, "max_position_embeddings": 256}
 
+HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5,
+          "linear_value_head_dim": 7, "linear_conv_kernel_dim": 3,
+          "layer_types": ["linear_attention", "full_attention", "linear_attention",
+                          "linear_attention", "full_attention"]}
+"""Sizes of recurrent layers, in a model of five layers."""
+
 
 def _mixtral(**options):
     from transformers import MixtralConfig
@@ -152,6 +158,24 @@ LATENT: dict[str, Callable[[], Any]] = {
 }
 """Models with multi-head latent attention."""
 
+def _qwen3_next(**options):
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(**SIZES | {
+        "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+        "num_experts": 13, "num_experts_per_tok": 3, "moe_intermediate_size": 13,
+        "shared_expert_intermediate_size": 21} | HYBRID | options)
+
+
+def _qwen3_5_moe(**options):
+    from transformers import Qwen3_5MoeTextConfig
+
+    return Qwen3_5MoeTextConfig(**SIZES | {
+        "num_hidden_layers": 4, "num_attention_heads": 3, "head_dim": 16, "num_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 13,
+        "shared_expert_intermediate_size": 9} | HYBRID | {"layer_types": None} | options)
+
+
 MIXTURES: dict[str, Callable[[], Any]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
@@ -187,6 +211,9 @@ MIXTURES: dict[str, Callable[[], Any]] = {
                                     rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
     "solar_open": _solar_open,
     **{key: config for key, config in LATENT.items() if key != "deepseek_v3_dense"},
+    "qwen3_next": _qwen3_next,
+    "qwen3_next_dense": lambda: _qwen3_next(mlp_only_layers=[2], attention_bias=True),
+    "qwen3_5_moe": _qwen3_5_moe,
 }
 
 

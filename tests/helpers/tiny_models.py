@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from helpers.mixture_cases import LATENT, MIXTURES, limit_as_configured
+from helpers.mixture_cases import HYBRID, LATENT, MIXTURES, limit_as_configured
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ TINY: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: _of("Gemma3Text", head_dim=12, sliding_window=6, query_pre_attn_scalar=20,
                           layer_types=["sliding_attention", "full_attention",
                                        "sliding_attention"]),
+    "qwen3_5": lambda: _of("Qwen3_5Text", num_hidden_layers=5, head_dim=24,
+                           tie_word_embeddings=True, **HYBRID),
     "granite": lambda: _of("Granite", attention_multiplier=0.2, residual_multiplier=0.4,
                            embedding_multiplier=3.0, logits_scaling=0.5),
     "olmo2": lambda: _of("Olmo2"),
@@ -164,6 +166,9 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
     "qwen2_vl": lambda: _multimodal("qwen2_vl", _mrope([2, 1, 1])),
     "qwen2_5_vl": lambda: _multimodal("qwen2_5_vl", _mrope([2, 1, 1])),
     "qwen3_vl": lambda: _multimodal("qwen3_vl", _mrope([2, 2, 2], head_dim=12)),
+    "qwen3_5_vision": lambda: _multimodal("qwen3_5", _mrope(
+        [1, 1, 1], num_hidden_layers=5, head_dim=24, rope_parameters={
+            "partial_rotary_factor": 0.25}, **HYBRID)),
     "glm4v": lambda: _multimodal("glm4v", _mrope([2, 1, 1], hidden_size=96, rope_parameters={
         "partial_rotary_factor": 0.5})),
 }

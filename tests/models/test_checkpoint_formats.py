@@ -290,9 +290,11 @@ def test_fp8_as_transformers(tmp_path, scale_dtype, shape, scales):
 
 
 @pytest.mark.parametrize("key, matrix", [("minimax_m2", "experts.6.w2"),
-                                         ("deepseek_v3", "self_attn.kv_b_proj")])
+                                         ("deepseek_v3", "self_attn.kv_b_proj"),
+                                         ("qwen3_next", "linear_attn.in_proj_qkvz"),
+                                         ("qwen3_5_moe", "self_attn.q_proj")])
 def test_fp8_matrices_and_float32_routers(tiny_model, tmp_path, key, matrix):
-    """Of MiniMax M2 and DeepSeek V3 as they are published."""
+    """Of MiniMax M2, DeepSeek V3, Qwen3-Next and Qwen3.5 as they are published."""
     from transformers import AutoModelForCausalLM
 
     folder = tiny_model(key).folder

@@ -28,7 +28,7 @@ from flexgen_h2o.models.rope import rope_tables
 FAMILIES = ["mistral_window", "llama_yarn", "qwen2", "qwen2_windows", "qwen3", "seed_oss", "phi3",
             "phi3_longrope", "gemma2", "gemma3", "granite", "olmo2", "olmo3", "stablelm",
             "stablelm_12b", "exaone4", "smollm3", "glm", "glm4", "cohere", "cohere2", "apertus",
-            "ernie4_5"]
+            "ernie4_5", "qwen3_5"]
 FEW = [key if key in ("mistral_window", "phi3_longrope", "gemma2", "stablelm_12b", "cohere2",
                       "glm4", "apertus")
        else pytest.param(key, marks=pytest.mark.full) for key in FAMILIES]
@@ -203,7 +203,7 @@ def test_text_config_of_a_multimodal_model():
         "model.layers.0.mlp.up_proj.weight")
 
 
-@pytest.mark.parametrize("key", [key if key in ("gemma3_vision", "qwen3_vl")
+@pytest.mark.parametrize("key", [key if key in ("gemma3_vision", "qwen3_vl", "qwen3_5_vision")
                                  else pytest.param(key, marks=pytest.mark.full)
                                  for key in MULTIMODAL])
 def test_text_model_of_a_multimodal_checkpoint(tiny_model, key, caplog):

@@ -16,7 +16,6 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.decoder import (
     add_linear_,
     linear_specs,
-    mlp_specs,
     norm_specs,
     normed,
     row_blocks,
@@ -99,14 +98,8 @@ class DeepSeek(MixtureDecoder):
             dense_layers=_read_dense_layers(f),
         )
 
-    def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
-        hidden = cfg.hidden_size
-        specs = {**norm_specs("ln1", f"{prefix}input_layernorm", hidden),
-                 **_attention_specs(cfg, f"{prefix}self_attn.")}
-        if cfg.has_experts(int(prefix.split(".")[2])):
-            return specs | self.router_specs(cfg, prefix) | self.shared_specs(cfg, prefix)
-        return {**specs, **norm_specs("ln2", f"{prefix}post_attention_layernorm", hidden),
-                **mlp_specs(cfg, prefix)}
+    def attention_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        return _attention_specs(cfg, f"{prefix}self_attn.")
 
     def router_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
         specs = super().router_specs(cfg, prefix)

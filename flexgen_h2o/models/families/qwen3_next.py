@@ -1,0 +1,156 @@
+"""Qwen3-Next, and the text models of Qwen3.5 and Qwen3.6, dense and mixtures of experts.
+
+Three of four layers have a gated DeltaNet (arXiv 2412.06464), the others gated attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.config.layers import RecurrentConfig
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.decoder import linear_specs
+from flexgen_h2o.models.fields import Fields
+from flexgen_h2o.models.gated_delta_net import add_delta_net_, delta_specs
+from flexgen_h2o.models.mixture import MixtureDecoder, read_dense_layers, read_experts
+from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
+from flexgen_h2o.models.rope import read_rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flexgen_h2o.models.checkpoint import View
+    from flexgen_h2o.models.layers import Operations
+
+_COMMON = {
+    "max_position_embeddings": 32768, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "head_dim": 256,
+    "attention_bias": False, "tie_word_embeddings": False, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}
+_DENSE = {**_COMMON, "vocab_size": 248320, "hidden_size": 4096, "num_hidden_layers": 32,
+          "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4}
+_MIXTURE = {**_COMMON, "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
+            "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 2,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8, "num_experts": 256, "norm_topk_prob": True}
+
+
+class Qwen3Next(MixtureDecoder):
+    DEFAULTS = {
+        "qwen3_next": {**_MIXTURE, "vocab_size": 151936, "num_hidden_layers": 48,
+                       "num_experts_per_tok": 10, "num_experts": 512},
+        "qwen3_5_text": _DENSE,
+        "qwen3_5_moe_text": _MIXTURE,
+    }
+
+    def read(self, f: Fields) -> ModelConfig:
+        if f.value(str, "hidden_act") != "silu":
+            raise UserError(f"{f.name}: hidden_act = {f.raw('hidden_act')} is not supported in a "
+                            f"{f.values['model_type']} model (silu is)")
+        mixture: dict[str, Any] = {}
+        if f.values["model_type"] != "qwen3_5_text":
+            shared = f.count("shared_expert_intermediate_size")
+            mixture = {"experts": read_experts(f, shared_ffn_size=shared),
+                       "dense_layers": read_dense_layers(f)}
+        bias = f.flag("attention_bias")
+        return ModelConfig(
+            **f.decoder("qwen3_next", read_rope(f, partial=True)),
+            norm_offset=1.0,  # weights are stored minus one
+            attention_bias=bias,
+            out_bias=bias,
+            qk_norm=True,
+            attention_gate=True,
+            **mixture,
+            recurrent=_read_recurrent(f),
+            recurrent_layers=_read_recurrent_layers(f),
+        )
+
+    def attention_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        """Return a gated DeltaNet, or gated attention.
+
+        Checkpoints have the queries and the gate of each head in one matrix.
+        """
+        if cfg.is_recurrent(int(prefix.split(".")[2])):
+            return delta_specs(cfg, f"{prefix}linear_attn.")
+        specs = super().attention_specs(cfg, prefix)
+        out = {name: specs.pop(name) for name in ("out", "out_bias") if name in specs}
+        for short, name in (("q", "query"), ("out_gate", "gate")):
+            specs |= linear_specs(short, f"{prefix}self_attn.q_proj.{name}",
+                                  (cfg.q_size, cfg.hidden_size), cfg.attention_bias)
+        return specs | out
+
+    def recurrent(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
+                  advance: Callable[..., Tensor], ops: Operations) -> Tensor:
+        return add_delta_net_(cfg, w, x, advance, ops)
+
+    def views(self, cfg: ModelConfig) -> dict[str, Sequence[View]]:
+        """Return the places of experts, of queries and gates, and of Qwen3-Next's projections."""
+        views = super().views(cfg)
+        for layer in range(cfg.num_layers):
+            prefix = f"model.layers.{layer}."
+            if cfg.is_recurrent(layer):
+                views |= self._delta_views(cfg, f"{prefix}linear_attn.")
+                continue
+            for name, number in (("query", 0), ("gate", 1)):
+                rows = _parts(cfg.num_heads, (cfg.head_dim, cfg.head_dim), number)
+                for end in ("weight", "bias") if cfg.attention_bias else ("weight",):
+                    views[f"{prefix}self_attn.q_proj.{name}.{end}"] = self._views(
+                        f"{prefix}self_attn.q_proj.{end}", rows)
+        return views
+
+    def _delta_views(self, cfg: ModelConfig, prefix: str) -> dict[str, Sequence[View]]:
+        """Return the places of a DeltaNet's projections in two matrices.
+
+        Both have a block of rows for each key head and its value heads.
+        """
+        heads = cfg.recurrent
+        assert heads is not None
+        shared = heads.value_heads // heads.key_heads
+        values = shared * heads.value_dim
+        widths, tensor = (heads.key_dim, heads.key_dim, values, values), f"{prefix}in_proj_qkvz"
+        query, key, value, gate = (_parts(heads.key_heads, widths, number) for number in range(4))
+        beta, step = (_parts(heads.key_heads, (shared, shared), number) for number in range(2))
+        return {f"{prefix}{name}.weight": self._views(f"{source}.weight", rows)
+                for name, source, rows in (
+                    ("in_proj_qkv", tensor, query + key + value), ("in_proj_z", tensor, gate),
+                    ("in_proj_b", f"{prefix}in_proj_ba", beta),
+                    ("in_proj_a", f"{prefix}in_proj_ba", step))}
+
+    def _views(self, tensor: str, rows: tuple[range, ...]) -> Sequence[View]:
+        from flexgen_h2o.models.checkpoint import View  # here, because it imports torch
+
+        return tuple(View(name, parts=rows) for name in self.aliases(tensor))
+
+
+def _parts(blocks: int, widths: Sequence[int], number: int) -> tuple[range, ...]:
+    """Return the rows of part `number` of each block, whose parts have these widths."""
+    starts = [0, *accumulate(widths)]
+    return tuple(range(block + starts[number], block + starts[number + 1])
+                 for block in range(0, blocks * starts[-1], starts[-1]))
+
+
+def _read_recurrent(f: Fields) -> RecurrentConfig:
+    heads = RecurrentConfig(f.count("linear_num_key_heads"), f.count("linear_num_value_heads"),
+                            f.count("linear_key_head_dim"), f.count("linear_value_head_dim"),
+                            f.count("linear_conv_kernel_dim"))
+    if heads.value_heads % heads.key_heads:
+        raise UserError(f"{f.name}: {heads.value_heads} value heads of linear attention cannot "
+                        f"share {heads.key_heads} key heads evenly; the config is wrong")
+    return heads
+
+
+def _read_recurrent_layers(f: Fields) -> tuple[bool, ...]:
+    """Return whether each layer is recurrent: by layer_types, or all but every fourth."""
+    interval = f.count("full_attention_interval")
+    recurrent = f.local_layers(lambda layer: (layer + 1) % interval > 0,
+                               types=("full_attention", "linear_attention"))
+    if all(recurrent):
+        raise UserError(f"{f.name}: a model without any layer of full attention is not supported")
+    return recurrent
+
+
+FAMILY = Qwen3Next()
