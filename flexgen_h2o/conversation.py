@@ -81,11 +81,11 @@ class Stream(ExclusiveResource):
             check_int("max_tokens", max_tokens, ge=1)
         check_bool("past_context", past_context)
         policy, cache = runner.args.policy, runner.args.cache
-        self._h2o = cache.h2o
+        self._h2o = runner.h2o
         self._chunk = policy.prefill_chunk or CHUNK
         self._limit = check_stream(runner.config, self._h2o, chunk=self._chunk,
                                    max_tokens=max_tokens, past_context=past_context)
-        self._layers = runner.config.num_layers
+        self._layers = runner.cached_config.num_layers
         self._runner, self._prompts, self.call_lock = runner, prompts, call_lock
         self._past = 0  # tokens that have been computed
         self._pending: list[int] = []  # the newest token, which has not
@@ -97,7 +97,7 @@ class Stream(ExclusiveResource):
             prompt_len=self._chunk, gen_len=max(1, max(slots) - self._chunk + 1),
             gpu_batch_size=1, num_gpu_batches=1), loaded_bytes=runner.loaded_bytes)
         workspace = runner.workspace(WorkspaceSize(CacheSize(1, 1, slots), self._chunk))
-        workspace.cache.begin([layout])
+        workspace.begin([layout])
         self._workspace: Workspace | None = workspace
 
     @exclusive

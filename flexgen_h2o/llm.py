@@ -621,10 +621,10 @@ class LLM(ExclusiveResource):
         pairs : sequence of (context, continuation)
             Text or token ids.
         attend : callable (layer, pair, q, k, v) -> Tensor [rows, heads, head_dim]
-            `layer` and `pair` count from 0. The rows are the tokens of context and continuation
-            except the last. q is [rows, heads, head_dim], k and v are [rows, kv_heads, head_dim]; q
-            and k are rotated. They are valid during the call. Ordinary causal attention is
-            ``kernels.ops.prefill_attention(q, k, v, [rows])``.
+            `layer` counts the layers with attention from 0, and `pair` the pairs. The rows are the
+            tokens of context and continuation except the last. q is [rows, heads, head_dim], k and
+            v are [rows, kv_heads, head_dim]; q and k are rotated. They are valid during the call.
+            Ordinary causal attention is ``kernels.ops.prefill_attention(q, k, v, [rows])``.
 
         Returns
         -------

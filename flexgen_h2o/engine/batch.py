@@ -154,6 +154,17 @@ class Batch:
         return any(prefix for _, prefix in self._groups) or any(
             len(sequences) > 1 for sequences in self.duplicates.values())
 
+    def sharers(self, span: PromptChunk) -> list[int]:
+        """Return the other sequences that begin with the tokens up to the end of a span.
+
+        These are sequences with an equal prompt or, for a common prefix, the first of each equal
+        prompts.
+        """
+        if span.end == self.batch_layout.lengths[span.sequence]:
+            return self.duplicates[span.sequence][1:]
+        return next((leads[1:] for leads, prefix in self._groups
+                     if leads[0] == span.sequence and span.end == prefix), [])
+
     def spans(self, forward_pass: int) -> Iterator[PromptChunk]:
         """Yield the parts of prompts in a forward pass of the prefill, in the order of rows.
 

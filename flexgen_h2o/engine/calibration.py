@@ -139,9 +139,10 @@ def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequen
         runner.load(opened)
         queue = runner.queue([Request(key, ids) for key, ids in enumerate(sequences)], 0,
                              share_prompts=False)
-        size = WorkspaceSize.from_queue(queue, None, source.config.num_layers)
+        cached = source.config.attention_only
+        size = WorkspaceSize.from_queue(queue, None, cached.num_layers)
         scorer = _EveryRow(dict(enumerate(sequences)))
-        cache = UncachedAttention(source.config.attention_variant)
+        cache = UncachedAttention(cached.attention_variant)
         with closing(runner.workspace(size, cache)) as workspace:
             runner.run(workspace, queue.next(), scorer)
     squares.fill_experts(source)

@@ -84,21 +84,18 @@ class CapturedLayers:
     device : torch.device
     dtype : torch.dtype
         Data type of weights and activations.
-    first : int
-        The model's decoder layer that is the cache's first.
 
     Attributes
     ----------
     layer_steps : frozenset of int
         The captured layer steps, numbered as in the schedule.
     complete : bool
-        True if every attention layer is captured, with its attention.
+        True if every decoder layer is captured, with its attention. Recurrent layers never are.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
-                 policy: Policy, device: torch.device, dtype: torch.dtype, first: int = 0):
+                 policy: Policy, device: torch.device, dtype: torch.dtype):
         self._config = config
-        self._first = first
         self._family = family(config)
         self._weights = weights
         self._workspace = workspace
@@ -106,11 +103,14 @@ class CapturedLayers:
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
         self._attended: dict[int, torch.Tensor] = {}
         mixture = config.experts is not None
-        layers = range(1, len(weights.units) - 1, 2 if mixture else 1)
+        steps_per_layer = 2 if mixture else 1
+        layers = range(1, len(weights.units) - 1, steps_per_layer)
         reason = capture_obstacle(workspace, policy, device=device, dtype=dtype, mixture=mixture)
         if reason is not None:
             _log.debug("decode steps go operation by operation: %s", reason)
-        self.layer_steps = frozenset(filter(weights.is_resident, layers) if reason is None else ())
+        self.layer_steps = frozenset(
+            step for step in layers if reason is None and weights.is_resident(step)
+            and not config.is_recurrent((step - 1) // steps_per_layer))
         self._captures_attention = workspace.cache.supports_capture
         self.complete = self._captures_attention and len(self.layer_steps) == len(layers)
 
@@ -136,7 +136,7 @@ class CapturedLayers:
             for target, table in zip(captured, new, strict=True):
                 target.copy_(table)
 
-    def run(self, step: LayerStep, *, cache_layer: int, rows: int,
+    def run(self, step: LayerStep, *, cache_layer: int, rope_number: int, rows: int,
             attend: Callable[..., torch.Tensor]) -> None:
         """Compute a layer step on the hidden states of a batch: replay it, or capture it first.
 
@@ -144,6 +144,8 @@ class CapturedLayers:
         ----------
         cache_layer : int
             Number of its decoder layer in the cache.
+        rope_number : int
+            See `ModelConfig.rope_number`.
         rows : int
             Rows of the hidden states.
         attend : callable (step, x, q, k, v) -> Tensor
@@ -153,14 +155,15 @@ class CapturedLayers:
         """
         layer = self._layers.get((step.layer, step.batch))
         if layer is None:
-            layer = self._capture(step.layer, step.batch, cache_layer, rows)
+            layer = self._capture(step.layer, step.batch, cache_layer, rope_number, rows)
             self._layers[step.layer, step.batch] = layer
         layer.before.replay()
         if not self._captures_attention:
             layer.attended.copy_(attend(step, layer.x, *layer.qkv))
             layer.after.replay()
 
-    def _capture(self, layer: int, batch: int, cache_layer: int, rows: int) -> _CapturedLayer:
+    def _capture(self, layer: int, batch: int, cache_layer: int, rope_number: int, rows: int
+                 ) -> _CapturedLayer:
         config, weights = self._config, self._weights.get(layer)
         calls = before = CapturedCalls()
         operations = CapturingOperations(self._workspace.operations, calls)
@@ -172,7 +175,7 @@ class CapturedLayers:
         attended = out[..., k.shape[-1] - v.shape[-1] :]
         if self._captures_attention:
             ropes = self._rope[batch]
-            rope = ropes[config.rope_number(self._first + cache_layer)] if ropes else None
+            rope = ropes[rope_number] if ropes else None
             self._workspace.cache.capture_token(cache_layer, batch, q, k, v, rope=rope,
                                              sinks=weights.get("sinks"), out=out,
                                              capture=calls)

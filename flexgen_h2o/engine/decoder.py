@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from flexgen_h2o.cache.decode_attention import PendingAttention
+from flexgen_h2o.cache.recurrent_state import RecurrentStates, Rule
 from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
 from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.engine.batch import Batch
+from flexgen_h2o.engine.batch import Batch, RowChunk
 from flexgen_h2o.engine.captured_step import CapturedLayers
 from flexgen_h2o.engine.experts import ROUTING, ExpertLayers
 from flexgen_h2o.engine.schedule import LayerStep, num_layer_steps
 from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.engine.weights import WeightStore
-from flexgen_h2o.engine.workspace import Workspace
+from flexgen_h2o.engine.workspace import BlockCache, Workspace
 from flexgen_h2o.h2o.batch_layout import PromptChunk
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.models import family
@@ -95,6 +97,12 @@ class DecoderLayers:
         self._family = family(config)
         self._weights = weights
         self._cache = workspace.cache
+        self._states = workspace.states
+        first, last = stage.first, stage.last
+        self._recurrent = [config.is_recurrent(layer) for layer in range(first, last)]
+        self._cache_layers = [self._recurrent[:layer].count(recurrent)
+                              for layer, recurrent in enumerate(self._recurrent)]
+        """Number of each of this rank's layers among the layers of its kind."""
         self._hidden = workspace.hidden
         self._operations = workspace.operations
         self._transfers = transfers
@@ -108,7 +116,7 @@ class DecoderLayers:
         self._experts = experts
         self._captured = CapturedLayers(
             config, weights, workspace, policy=policy, device=transfers.device.torch,
-            dtype=workspace.dtype, first=stage.first)
+            dtype=workspace.dtype)
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
         self._batches: Sequence[Batch] = ()
         self._pending_attention: dict[int, PendingAttention] = {}
@@ -173,23 +181,38 @@ class DecoderLayers:
         for rows in _row_chunks(len(x), LOGIT_ROWS):
             yield rows.start, self._family.head(self._config, weights, x[rows])
 
-    def cache_layer(self, step: LayerStep) -> int:
-        """Return the index of a layer step's decoder layer in this rank's KV cache."""
+    def _layer(self, step: LayerStep) -> int:
+        """Return the index of a layer step's decoder layer among this rank's layers."""
         return (step.layer - 1) // (2 if self._sep_layer else 1) - self._stage.first
+
+    def cache_of(self, step: LayerStep) -> tuple[BlockCache | RecurrentStates, int]:
+        """Return the cache of a layer step's decoder layer, and the layer's index in it."""
+        layer = self._layer(step)
+        cache = self._states if self._recurrent[layer] else self._cache
+        assert cache is not None
+        return cache, self._cache_layers[layer]
+
+    def _cache_layer(self, step: LayerStep) -> int:
+        """Return the index of a layer step's attention layer in this rank's KV cache."""
+        return self._cache_layers[self._layer(step)]
 
     def _has_experts(self, step: LayerStep) -> bool:
         """Return True if the decoder layer of a layer step has experts."""
         return self._experts is not None and self._config.has_experts(
-            self._stage.first + self.cache_layer(step))
+            self._stage.first + self._layer(step))
 
     def _rope_tables(self, step: LayerStep) -> RopeTables | None:
         """Return the RoPE tables of a layer step's rows; None for a model without RoPE."""
         tables = self._rope[step.batch]
-        layer = self._stage.first + self.cache_layer(step)
-        return tables[self._config.rope_number(layer)] if tables else None
+        return tables[self._rope_number(step)] if tables else None
+
+    def _rope_number(self, step: LayerStep) -> int:
+        return self._config.rope_number(self._stage.first + self._layer(step))
 
     def attend(self, step: LayerStep) -> None:
-        """Start the attention of a decode step ahead of its `compute`."""
+        """Start the attention of a decode step ahead of its `compute`, if its layer has any."""
+        if self._recurrent[self._layer(step)]:
+            return
         self._pending_attention[step.batch] = self._start_attention(step)
 
     def compute(self, step: LayerStep) -> None:
@@ -197,12 +220,15 @@ class DecoderLayers:
         batch = self._batches[step.batch]
         if self._sep_layer and step.layer % 2 == 0:
             self._mlp(step, batch)
+        elif self._recurrent[self._layer(step)]:
+            self._recurrent_layer(step, batch)
         elif batch.batch_layout.in_prefill(step.forward_pass):
             self._prefill_layer(step, batch)
         elif batch.drafts:
             self._verify_layer(step, batch)
         elif step.layer in self._captured.layer_steps:
-            self._captured.run(step, cache_layer=self.cache_layer(step), rows=len(batch),
+            self._captured.run(step, cache_layer=self._cache_layer(step),
+                               rope_number=self._rope_number(step), rows=len(batch),
                                attend=self._attend_between_captures)
             if self._has_experts(step):
                 self._route(step, self._weights.get(step.layer),
@@ -224,10 +250,49 @@ class DecoderLayers:
             self._finish_layer(step, weights, x[rows], attended, chunk.row,
                                list(chunk.prompt_starts(batch.batch_layout.past)))
 
+    def _recurrent_layer(self, step: LayerStep, batch: Batch) -> None:
+        """Compute a recurrent layer in a prefill or in a decode step."""
+        weights, forward_pass = self._weights.get(step.layer), step.forward_pass
+        x = self._hidden.get(step.batch, batch.rows(forward_pass))
+        if batch.batch_layout.in_prefill(forward_pass):
+            for chunk in batch.chunks(forward_pass, self.chunk_rows):
+                self._advance_rows(step, weights, x[chunk.row : chunk.end], chunk,
+                                   list(chunk.prompt_starts(batch.batch_layout.past)))
+            return
+        token = batch.token(forward_pass)
+        lengths = [batch.batch_layout.tokens(sequence, token) for sequence in range(len(batch))]
+        spans = tuple(PromptChunk(sequence, length - 1, length)
+                      for sequence, length in enumerate(lengths))
+        self._advance_rows(step, weights, x, RowChunk(spans, 0, len(batch)))
+
+    def _advance_rows(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor,
+                      chunk: RowChunk, prompt_starts: Sequence[slice] | None = None) -> None:
+        """Compute a recurrent layer for rows x [rows, hidden], and advance the states.
+
+        Other arguments are as in `_finish_layer`.
+        """
+        states, layer = self._states, self._cache_layer(step)
+        batch = self._batches[step.batch]
+        assert states is not None
+
+        def advance(rule: Rule, *rows: torch.Tensor) -> torch.Tensor:
+            advance_spans = partial(states.advance, layer, step.batch, rule)
+            if prompt_starts is None or not batch.has_shared_rows:
+                return advance_spans(*rows, spans=chunk.spans)
+            outputs, lengths = [], [len(span) for span in chunk.spans]
+            for span, *parts in zip(chunk.spans, *(part.split(lengths) for part in rows),
+                                    strict=True):
+                outputs.append(advance_spans(*parts, spans=[span]))
+                states.repeat(layer, step.batch, span.sequence, *batch.sharers(span))
+            return torch.cat(outputs)
+
+        self._family.recurrent(self._config, weights, x, advance, self._operations)
+        self._finish_residual(step, weights, x, chunk.row, prompt_starts)
+
     def _attend_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
                         rope, sinks: torch.Tensor | None) -> torch.Tensor:
         """Attend within prompts, and cache them; q, k and v are [rows, heads, head_dim]."""
-        return self._cache.attend_prompt(self.cache_layer(step), step.batch, *qkv, spans=spans,
+        return self._cache.attend_prompt(self._cache_layer(step), step.batch, *qkv, spans=spans,
                                          rope=rope, sinks=sinks)
 
     def _attend_shared_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
@@ -245,7 +310,7 @@ class DecoderLayers:
                 step, [span], [x[rows] for x in qkv],
                 None if rope is None else [table[rows] for table in rope], sinks))
             if span.end == batch.batch_layout.lengths[span.sequence]:
-                self._cache.repeat(self.cache_layer(step), step.batch,
+                self._cache.repeat(self._cache_layer(step), step.batch,
                                    *batch.duplicates[span.sequence])
         return torch.cat(outputs)
 
@@ -266,7 +331,7 @@ class DecoderLayers:
             q, k, v = (each[row : row + 1] for each in qkv)
             rope = None if tables is None else (tables[0][row : row + 1], tables[1][row : row + 1])
             attended.append(self._cache.attend_token(
-                self.cache_layer(step), step.batch, q, k, v, token=token + row, rope=rope,
+                self._cache_layer(step), step.batch, q, k, v, token=token + row, rope=rope,
                 sinks=weights.get("sinks"), drafted=row > 0).result(self._transfers))
         self._finish_layer(step, weights, x, torch.cat(attended))
 
@@ -294,12 +359,13 @@ class DecoderLayers:
         """
         following = step._replace(layer=step.layer + (2 if self._sep_layer else 1))
         if (following.layer not in self.layer_steps or following.layer >= self.head_step
+                or self._recurrent[self._layer(following)]
                 or not self._weights.is_resident(following.layer)):
             return
         weights = self._weights.get(following.layer)
         q, k, _ = self._family.attention_inputs(self._config, weights, x, self._operations)
         self._cache.prefetch_token(
-            self.cache_layer(following), step.batch, q, k, rope=self._rope_tables(following),
+            self._cache_layer(following), step.batch, q, k, rope=self._rope_tables(following),
             token=batch.token(step.forward_pass), sinks=weights.get("sinks"))
 
     def _start_attention(self, step: LayerStep) -> PendingAttention:
@@ -313,7 +379,7 @@ class DecoderLayers:
     def _start_attention_with(self, step: LayerStep, *qkv: torch.Tensor) -> PendingAttention:
         """Start the attention of given queries, keys and values, which are overwritten."""
         return self._cache.attend_token(
-            self.cache_layer(step), step.batch, *qkv, rope=self._rope_tables(step),
+            self._cache_layer(step), step.batch, *qkv, rope=self._rope_tables(step),
             token=self._batches[step.batch].token(step.forward_pass),
             sinks=self._weights.get(step.layer).get("sinks"))
 
@@ -326,6 +392,11 @@ class DecoderLayers:
         first chunk of a prompt.
         """
         self._family.attention_output(self._config, weights, x, attended, self._operations)
+        self._finish_residual(step, weights, x, row, prompt_starts)
+
+    def _finish_residual(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor,
+                         row: int, prompt_starts: Sequence[slice] | None) -> None:
+        """Compute the part of a layer step after attention's residual; see `_finish_layer`."""
         if self._has_experts(step):
             self._route(step, weights, x, row, prompt_starts)
         elif not (self._sep_layer or self._config.parallel_residual):
@@ -334,7 +405,7 @@ class DecoderLayers:
     def _route(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor, row: int = 0,
                prompt_starts: Sequence[slice] | None = None) -> None:
         """Compute the router for rows x [rows, hidden]; other arguments as in `_finish_layer`."""
-        self._experts.route(self.cache_layer(step), weights, x, batch=step.batch,
+        self._experts.route(self._layer(step), weights, x, batch=step.batch,
                             forward_pass=step.forward_pass, row=row, prompt_starts=prompt_starts,
                             following=self._weights.resident_weights(
                                 step.layer + 2, *weights.keys() & ROUTING))

@@ -83,7 +83,7 @@ class Executor:
         self._drafter = drafter
         self._draft_autotune = draft_autotune or DraftAutotune(policy.num_speculative_tokens)
         self._weights = weights
-        self._cache, self._hidden = workspace.cache, workspace.hidden
+        self._workspace, self._hidden = workspace, workspace.hidden
         self._transfers = transfers
         self._exchange = exchange
         self._no_ops = _no_ops(weights, workspace)
@@ -132,8 +132,7 @@ class Executor:
         self._consumer = consumer
         self._weights.reset()
         self._hidden.reset()
-        begin = self._cache.resume if keep_cache else self._cache.begin
-        begin([batch.batch_layout for batch in batches])
+        self._workspace.begin([batch.batch_layout for batch in batches], keep_cache=keep_cache)
         if self._exchange is not None:
             self._exchange.begin(len(batches))
         self._timing = timing = Timing()
@@ -146,7 +145,8 @@ class Executor:
         for step in schedule(
                 passes, stage.num_layers, len(batches), overlap=overlap,
                 sep_layer=self._policy.sep_layer, keep_cache=keep_cache, stage=stage, groups=groups,
-                split_from=batch_layout.prefill_passes if self._cache.attends_on_host else None,
+                split_from=(batch_layout.prefill_passes
+                            if self._workspace.cache.attends_on_host else None),
                 no_ops=self._no_ops):
             if step.batch is None or self._has_rows(step):
                 self._ACTIONS[step.kind](self, step)
@@ -333,6 +333,12 @@ class Executor:
             return 1
         return sum(1 for _ in batch.chunks(step.forward_pass, self._layers.chunk_rows))
 
+    def _move_cache(self, step: LayerStep) -> None:
+        """Start loading or storing the cache of a layer step."""
+        cache, layer = self._layers.cache_of(step)
+        move = cache.load if step.kind is Kind.LOAD_CACHE else cache.store
+        move(layer, step.batch, step.forward_pass)
+
     def _rows(self, step: LayerStep) -> int:
         return self._batches[step.batch].rows(step.forward_pass)
 
@@ -342,10 +348,8 @@ class Executor:
         Kind.LOAD_WEIGHTS: lambda self, step: self._weights.fetch(
             step.layer, self._weight_passes(step)),
         Kind.RELEASE_WEIGHTS: lambda self, step: self._weights.release(step.layer),
-        Kind.LOAD_CACHE: lambda self, step: self._cache.load(
-            self._layers.cache_layer(step), step.batch, step.forward_pass),
-        Kind.STORE_CACHE: lambda self, step: self._cache.store(
-            self._layers.cache_layer(step), step.batch, step.forward_pass),
+        Kind.LOAD_CACHE: _move_cache,
+        Kind.STORE_CACHE: _move_cache,
         Kind.LOAD_HIDDEN: lambda self, step: self._hidden.load(step.batch, self._rows(step)),
         Kind.STORE_HIDDEN: lambda self, step: self._hidden.store(step.batch, self._rows(step)),
         Kind.RECEIVE_HIDDEN: lambda self, step: self._exchange.receive_hidden(
@@ -364,7 +368,7 @@ def _no_ops(weights: WeightStore, workspace: Workspace) -> frozenset[Kind]:
     kinds: set[Kind] = set()
     if all(map(weights.is_resident, range(len(weights.units)))):
         kinds |= {Kind.LOAD_WEIGHTS, Kind.RELEASE_WEIGHTS}
-    if workspace.cache.is_resident:
+    if all(cache.is_resident for cache in workspace.caches):
         kinds |= {Kind.LOAD_CACHE, Kind.STORE_CACHE}
     if workspace.hidden.is_resident:
         kinds |= {Kind.LOAD_HIDDEN, Kind.STORE_HIDDEN}

@@ -96,8 +96,7 @@ class Run:
         """Return the size of a workspace for all waiting requests, and their workload."""
         assert self.queue is not None
         runner = self.runner
-        size = WorkspaceSize.from_queue(self.queue, runner.args.cache.h2o,
-                                        runner.stage_config.num_layers)
+        size = WorkspaceSize.from_queue(self.queue, runner.h2o, runner.cached_config.num_layers)
         return size, Workload(
             prompt_len=self.queue.longest, gen_len=self.gen_len,
             gpu_batch_size=size.cache.sequences, num_gpu_batches=size.cache.batches)
@@ -334,7 +333,7 @@ class Engine:
         """Return the runner of `begin_session`, and the workload that needs the most memory."""
         policy = self.runner.args.policy
         policy = replace(policy, prefill_chunk=policy.prefill_chunk or prefill_chunk)
-        h2o, layers = self.runner.args.cache.h2o, range(self.runner.config.num_layers)
+        h2o, layers = self.runner.h2o, range(self.runner.cached_config.num_layers)
         # The longest prompt has the largest budget, unless generated tokens are not evicted.
         keeps_generated = h2o is not None and not all(map(h2o.evicts_generated_at, layers))
         return self.runner.with_policy(policy), Workload(

@@ -17,7 +17,13 @@ from flexgen_h2o.engine.source import ModelSource, find_model
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
-from flexgen_h2o.models.positions import check_cache, check_experts, check_halves, longest_prompt
+from flexgen_h2o.models.positions import (
+    check_cache,
+    check_experts,
+    check_halves,
+    check_speculation,
+    longest_prompt,
+)
 from flexgen_h2o.storage.tiers import Device, open_device
 
 
@@ -70,6 +76,7 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
     check_cache(source.config, args.cache)
     check_halves(source.config, policy)
     check_experts(source.config, policy)
+    check_speculation(source.config, policy)
     cache = replace(args.cache, h2o=add_windows(h2o, source.config.attention))
     args = replace(args, cache=cache)
     prompts = Prompts(source, args.model, h2o)
@@ -104,6 +111,9 @@ def _prepare_draft(args: EngineArgs, prompts: Prompts, control: ControlChannel) 
         control)
     if draft.args.cache.evicts:
         raise UserError(f"draft_model {name} has sliding windows, whose caches cannot take back "
+                        "drafts: choose another one")
+    if draft.source.config.recurrent is not None:
+        raise UserError(f"draft_model {name} has recurrent layers, whose states cannot take back "
                         "drafts: choose another one")
     prompts.check_same_tokens(draft.prompts)
     return draft

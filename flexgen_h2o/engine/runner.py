@@ -16,6 +16,7 @@ from flexgen_h2o.cache.alternatives import KeySampler, ProbedCache
 from flexgen_h2o.cache.disk_recall import recalls_in_place
 from flexgen_h2o.cache.layout import CacheShape, evicting_layers
 from flexgen_h2o.config.cache_layout import CacheOptions
+from flexgen_h2o.config.h2o import H2OConfig, select_layers
 from flexgen_h2o.config.layers import ExpertChoices, sum_choices
 from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.policy import (
@@ -50,6 +51,7 @@ from flexgen_h2o.kernels.torch_ops import limit_shape_caches
 from flexgen_h2o.metrics.provenance import peak_process_bytes, sampled_memory
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import PHASES, LinkStats, Trace
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import context
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.free_memory import resident_bytes
@@ -185,6 +187,17 @@ class Runner:
         self.load_seconds = 0.0
 
     @property
+    def cached_config(self) -> ModelConfig:
+        """Configuration of this rank's attention layers, which the KV cache has."""
+        return self.stage_config.attention_only
+
+    @property
+    def h2o(self) -> H2OConfig | None:
+        """The H2O configuration of `cached_config`."""
+        h2o, config = self.args.cache.h2o, self.stage_config
+        return h2o if config.recurrent is None else select_layers(h2o, config.attention_layers)
+
+    @property
     def device(self) -> torch.device:
         """The device that computes."""
         return self._device.torch
@@ -282,7 +295,7 @@ class Runner:
 
         Empty if keys are not quantized, or if values are part of the keys, which smoothing changes.
         """
-        cache, source, config = self.args.cache, self.source, self.stage_config
+        cache, source, config = self.args.cache, self.source, self.cached_config
         if not cache.quantizes_keys or config.latent is not None:
             return ()
         device, shape = self._device.torch, (config.num_kv_heads, config.head_dim)
@@ -299,7 +312,7 @@ class Runner:
 
     def _measure_keys(self) -> tuple[LayerSmoothing, ...]:
         """Return the key smoothing, measured on a prompt of random tokens."""
-        config = self.stage_config
+        config = self.cached_config
         longest = min(context(self.config, None), SAMPLED_POSITIONS)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.config.vocab_size, (min(SAMPLED_TOKENS, longest),),
@@ -328,7 +341,7 @@ class Runner:
         """Return a workspace for blocks of at most `size`. `cache` replaces the KV cache."""
         args = self.args
         return Workspace(self.stage_config, self._cache_shape(), size, policy=args.policy,
-                         h2o=args.cache.h2o, transfers=self._transfers,
+                         h2o=self.h2o, transfers=self._transfers,
                          offload_dir=args.offload_dir, cache=cache,
                          smoothing=self._smoothing)
 
@@ -354,7 +367,7 @@ class Runner:
             draft_tokens=policy.draft_tokens)
 
     def _evicts(self, queue: BlockQueue) -> tuple[bool, ...]:
-        return evicting_layers(queue.sizes, self.args.cache.h2o, self.stage_config.num_layers)
+        return evicting_layers(queue.sizes, self.h2o, self.cached_config.num_layers)
 
     def set_rope_lengths(self, requests: Sequence[Request], new: int | Mapping[int, int]) -> None:
         """Set the RoPE length of each request, if RoPE scaling depends on the text's length."""
@@ -377,7 +390,7 @@ class Runner:
                      request_keys: list[int]) -> RunStats:
         """Run prompts one by one with another cache. Append their keys to `request_keys`."""
         queue = BlockQueue(requests, 0, BlockSize(1, 1))
-        size = WorkspaceSize.from_queue(queue, None, self.config.num_layers)
+        size = WorkspaceSize.from_queue(queue, None, self.cached_config.num_layers)
         # Nothing is generated, so the cache needs no capacity beyond the prompts.
         with contextlib.closing(self.workspace(size, cache)) as workspace:
             stats = self.new_stats()
@@ -502,7 +515,7 @@ class Runner:
             weight_bytes=self.weights.nbytes, weight_bits=self.source.bits)
 
     def _cache_shape(self) -> CacheShape:
-        config, cache = self.stage_config, self.args.cache
+        config, cache = self.cached_config, self.args.cache
         latent = config.latent is not None
         return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
                           self.source.dtype, cache.layout(config.head_dim, latent=latent),

@@ -403,12 +403,12 @@ def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, Weig
         longer = kind.weights(config.longer())
         beyond = [name for spec in longer.layers[-1].values() for name in kind.aliases(spec.name)]
         extra = next((name for name in beyond if name in names), None)
-        if extra is not None and config.extra_layers:
-            _log.warning("%s: its layers for multi-token prediction are not loaded",
-                         checkpoint.source)
-        elif extra is not None:
+        if extra is not None and not config.extra_layers:
             raise UserError(f"{checkpoint.source} has a tensor {extra}, but config.json calls for "
                             f"{config.num_layers} layers; do the two belong together?")
+        if extra is not None or any(name.startswith("mtp.") for name in names):
+            _log.warning("%s: its layers for multi-token prediction are not loaded",
+                         checkpoint.source)
         if config.tie_word_embeddings:
             _refuse_own_head(config, checkpoint)
         return weights, _stored_options(config, weights, {
@@ -425,7 +425,8 @@ def _stored_options(config: ModelConfig, weights: ModelWeights,
     stored = {name: layout for name, layout in stored.items()
               if (layout.outputs, layout.inputs) not in exact}
     plain = tuple((spec.shape[0], spec.shape[1]) for name, spec in _specs(weights).items()
-                  if len(spec.shape) == 2 and name not in stored and spec.shape not in exact)
+                  if len(spec.shape) == 2 and name not in stored and spec.shape not in exact
+                  and not spec.float32)
     return WeightOptions(layouts=stored, unquantized_shapes=plain) if stored else WeightOptions()
 
 

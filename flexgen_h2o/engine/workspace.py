@@ -15,6 +15,7 @@ from flexgen_h2o.cache.decode_attention import PendingAttention
 from flexgen_h2o.cache.hot_set import RecallCounts
 from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.cache.layout import CacheShape, CacheSize, slots_of
+from flexgen_h2o.cache.recurrent_state import RecurrentStates
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import HIDDEN_BUFFERS
 from flexgen_h2o.config.placement import Placement
@@ -245,7 +246,7 @@ def rotation_of(config: ModelConfig) -> Callable[[torch.Tensor, torch.Tensor, in
 
 
 class Workspace:
-    """KV cache, hidden states and scratch memory for blocks up to `size`.
+    """KV cache, recurrent states, hidden states and scratch memory for blocks up to `size`.
 
     Runs reuse it one after the other, because fresh memory costs page faults.
 
@@ -253,9 +254,11 @@ class Workspace:
     ----------
     config : ModelConfig
     shape : CacheShape
+        Of the attention layers.
     size : WorkspaceSize
     policy : Policy
     h2o : H2OConfig or None
+        Of the attention layers.
     transfers : Transfers
     offload_dir : str
     cache : BlockCache, optional
@@ -267,6 +270,8 @@ class Workspace:
     ----------
     dtype : torch.dtype
         dtype of weights, activations, and a cache that is not quantized.
+    states : RecurrentStates or None
+        The states of recurrent layers, if the model has any.
     """
 
     def __init__(self, config: ModelConfig, shape: CacheShape, size: WorkspaceSize, *,
@@ -290,18 +295,33 @@ class Workspace:
             if cache is not None:
                 self.cache = cache
             elif h2o is not None and h2o.simulate:
-                self.cache = SimulatedBlockCache(h2o, rotation_of(config),
+                self.cache = SimulatedBlockCache(h2o, rotation_of(config.attention_only),
                                                  shape.attention_variant, smoothing)
             else:
                 self.cache = KVCache(shape, size.cache, policy, h2o=h2o, rope=rope,
                                      transfers=transfers, run_folder=self._run_folder,
                                      smoothing=smoothing)
+            self.states: RecurrentStates | None = None
+            if config.recurrent is not None:
+                self.states = RecurrentStates(
+                    config.recurrent, sum(config.recurrent_layers), size.cache, policy,
+                    transfers=transfers, run_folder=self._run_folder)
             self.hidden = HiddenStates(
                 size.rows, config.hidden_size, shape.dtype, batches=size.cache.batches,
                 placement=policy.activations, transfers=transfers, run_folder=self._run_folder)
             # Closed first: no transfer may be under way when files and buffers are freed.
             resources.callback(transfers.abandon)
             self._resources = resources.pop_all()
+
+    @property
+    def caches(self) -> tuple[BlockCache | RecurrentStates, ...]:
+        """The KV cache, and the recurrent states if there are any."""
+        return (self.cache,) if self.states is None else (self.cache, self.states)
+
+    def begin(self, batches: Sequence[BatchLayout], *, keep_cache: bool = False) -> None:
+        """Start a block; with `keep_cache`, continue the sequences of the last one."""
+        for cache in self.caches:
+            (cache.resume if keep_cache else cache.begin)(batches)
 
     def _run_folder(self) -> RunFolder:
         if self._folder is None:

@@ -111,12 +111,13 @@ def test_two_ranks_give_the_same_tokens(tiny_model, case):
     ("opt", 3, {"weights": DISK}), ("neox_partial", 2, {"weights": DISK}),
     ("qwen2_moe", 2, {"experts": Placement(50, 0, 50), "expert_choices": RISING}),
     ("qwen3_moe_dense", 2, {"experts": Placement(0, 0, 100), "num_gpu_batches": 5}),
+    ("qwen3_5", 4, {"cache": DISK, "refill_share": 0.3}),
     *full_cases(("opt_350m_style", 2, {"weights": DISK}), ("opt_untied", 2, {"weights": DISK}),
                 ("llama_untied_bias", 3, {"weights": DISK}), ("neox", 3, {"weights": DISK}),
                 ("qwen2_moe", 2, {"experts": DISK, "expert_slots": 4}),
                 ("mixtral", 3, {"prefill_chunk": 8}))])
 def test_families_give_the_same_tokens(tiny_model, key, ranks, policy):
-    """In mixtures, a rank has the experts of its own layers."""
+    """A rank has the experts of its own layers; it may have recurrent layers only."""
     tiny = tiny_model(key)
     options = {"policy": small(**policy), "h2o": H2OConfig(heavy_ratio=0.2)}
     expected = tokens(tiny.folder, prompts_of(tiny), **options)
