@@ -28,7 +28,13 @@ from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.models.gguf.config import config_of, header_options, names_gguf
 from flexgen_h2o.models.gguf.header import gguf_file, read_header
 from flexgen_h2o.models.model_config import ModelConfig
-from flexgen_h2o.models.positions import check_cache, check_experts, check_length, longest_prompt
+from flexgen_h2o.models.positions import (
+    check_cache,
+    check_experts,
+    check_length,
+    check_speculation,
+    longest_prompt,
+)
 from flexgen_h2o.models.quantization import Quantization, quantization, weight_options
 from flexgen_h2o.models.registry import (
     from_transformers,
@@ -176,7 +182,7 @@ def _speculation(config: RunConfig, subject: PlanSubject, load: Workload, prompt
     given, hardware, drafting = config.speculate is not None, subject.hardware, choice
     if not choice.estimate.steps or config.speculate == "none" or not given and (
             config.percent != AUTO or hardware.has_gpu or config.pipeline_parallel > 1
-            or choice.run.workload.gpu_batch_size > 1):
+            or choice.run.workload.gpu_batch_size > 1 or subject.model.recurrent is not None):
         return choice, None
     if not given:
         try:
@@ -294,6 +300,7 @@ def _check_model(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> Non
         config.policy().check_device(has_gpu=has_gpu)
     check_cache(model, config.cache())
     check_experts(model, config.policy())
+    check_speculation(model, config.policy())
     if config.synthetic:
         check_length(model, config.h2o(), prompt="--prompt-len", length=config.prompt_len,
                      new_tokens=config.gen_len)

@@ -154,10 +154,12 @@ class _LayerStepCosts:
         self._compute = hardware.compute
         self._run = run
         self._model = model = run.model
-        self._cache = CacheCosts(hardware, run)
+        self._cache = CacheCosts(hardware, run.attention_run)
+        self._attention_share = len(model.attention_layers) / model.num_layers
         self._batches = run.group_batches
         self._sequences = self._batches * run.workload.gpu_batch_size
-        # Per average layer: elements of its matrices, bytes, and the share that has experts.
+        # Per average layer: elements of its matrices, bytes, and the share that has experts. And
+        # above, the share that has attention.
         self._elements = model.over_layers(
             lambda part: sum(map(math.prod, part.matrices))) / model.num_layers
         self._weight_bytes = model.over_layers(
@@ -239,8 +241,13 @@ class _LayerStepCosts:
                 cost.add(COMPUTE, self._batches * chunks * self._dense_seconds(sequences * tokens))
         self._load_experts(cost, tokens)
         self._compute_experts(cost, tokens)
-        cost.add(COMPUTE, self._sequences * self._cache.prompt_attention_seconds() / passes)
-        self._cache.add_prompt(cost)
+        if self._attention_share:
+            attention = CostAccumulator(self._hardware)
+            attention.add(COMPUTE,
+                          self._sequences * self._cache.prompt_attention_seconds() / passes)
+            self._cache.add_prompt(attention)
+            cost.seconds += self._attention_share * attention.seconds
+        self._add_states(cost, tokens, loads=(passes - 1) / passes)
         return self._layer_step(count, cost)
 
     def token_layer(self, count: int) -> LayerStepCost:
@@ -251,17 +258,34 @@ class _LayerStepCosts:
         self._credit_captured_layers(cost)
         self._load_experts(cost, 1.0)
         self._compute_experts(cost, 1.0)
-        before = cost.seconds[0].copy()
-        self._cache.add_token(cost)
-        attention = cost.seconds[0] - before
-        return self._layer_step(count, cost, attention, self._cache.stall_seconds())
+        self._add_states(cost, 1.0)
+        attention, awaited = CostAccumulator(self._hardware), None
+        if self._attention_share:
+            self._cache.add_token(attention)
+            attention.seconds *= self._attention_share
+            awaited = self._cache.stall_seconds()
+        cost.seconds += attention.seconds
+        return self._layer_step(count, cost, attention.seconds[0],
+                                None if awaited is None else self._attention_share * awaited)
+
+    def _add_states(self, cost: CostAccumulator, tokens: float, *, loads: float = 1.0) -> None:
+        """Add the recurrent states of an average layer: `tokens` tokens of each sequence.
+
+        A state is read and written as fast as attention reads a cache, and `READ_ROWS` tokens are
+        computed in that time. It is loaded in the share `loads` of forward passes.
+        """
+        states = (1 - self._attention_share) * self._sequences * self._run.state_bytes
+        cost.add(COMPUTE, 2 * states * max(1.0, tokens / READ_ROWS)
+                 / self._compute.decode_attention[16])
+        cost.load("cache", loads * states)
+        cost.store("cache", states)
 
     def _credit_captured_layers(self, cost: CostAccumulator) -> None:
         """Subtract the call overhead that layers with captured decode steps save."""
         captured = self._compute.captured_layer_seconds
         if captured is None or not self._run.captures_layers:
             return
-        saved = self._batches * (self._compute.layer_seconds - captured)
+        saved = self._attention_share * self._batches * (self._compute.layer_seconds - captured)
         if self._model.experts is None:
             cost.add(COMPUTE, -saved, ("weights", "gpu"))
         elif self._run.weight_placements[0].gpu == 100:

@@ -60,13 +60,14 @@ def scratch_bytes(run: PlannedRun) -> int:
     chunk = max(run.chunk_rows, run.pass_rows)
     rows = min(load.gpu_batch_size * run.pass_rows, chunk)
     # Attention also allocates its output and copies of its inputs.
-    attention = rows * (2 * model.q_size + 2 * model.kv_size)
-    layer = (model.scratch_elements(rows) + attention) * run.itemsize
+    copies = rows * (2 * model.q_size + 2 * model.kv_size)
+    layer = (model.scratch_elements(rows) + copies) * run.itemsize
     # Logits in the run's dtype, and up to three float32 copies while sampling.
     logit_rows = min(load.gpu_batch_size + run.policy.draft_tokens, LOGIT_ROWS)
     logits = logit_rows * model.vocab_size * (run.itemsize + 3 * 4)
     logits *= run.is_last_stage
-    kernels = max(_attention_scratch(run), _migrated_bytes(run)) + _matmul_scratch(run)
+    kernels = max(_attention_scratch(run.attention_run), _migrated_bytes(run))
+    kernels += _matmul_scratch(run)
     return layer + logits + kernels + moe_scratch(run) + RESERVE + TUNING * run.has_gpu
 
 
@@ -92,11 +93,12 @@ def moe_scratch(run: PlannedRun) -> int:
 
 def _migrated_bytes(run: PlannedRun) -> int:
     """Return the bytes of continued sequences' cache, which is copied to the next block."""
-    load, options = run.workload, run.cache
+    load, attention = run.workload, run.attention_run
     sequences = load.gpu_batch_size * load.num_gpu_batches
     carried = sequences - math.ceil(run.policy.refill_share * sequences)
-    return carried * max(layer_slots(options, run.model, load)) * kv_entry_bytes(
-        options, run.model, run.itemsize)
+    slots = max(layer_slots(attention.cache, attention.model, load), default=0)
+    return carried * max(slots * kv_entry_bytes(run.cache, run.model, run.itemsize),
+                         run.state_bytes)
 
 
 def _attention_scratch(run: PlannedRun) -> int:
@@ -107,7 +109,7 @@ def _attention_scratch(run: PlannedRun) -> int:
         logits = run.pass_rows * model.num_heads * load.prompt_len * 4
         return load.prompt_len * token + 2 * logits
     threads = 0 if run.has_gpu else os.cpu_count() or 1
-    num_slots = max(layer_slots(cache, model, load))
+    num_slots = max(layer_slots(cache, model, load), default=0)
     tokens = load.prompt_len  # that a query attends to
     if run.evicts_chunks:
         tokens = num_slots + run.pass_rows
@@ -141,7 +143,7 @@ def _sparse_attention_scratch(run: PlannedRun) -> int:
     selected = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
     # Logits, masked, with the new token's, and as weights; sorting takes 64 bits twice.
     weights = 4 * 4 * model.num_heads + 4 * 8 * model.num_kv_heads
-    tokens = load.gpu_batch_size * max(layer_slots(cache, model, load))
+    tokens = load.gpu_batch_size * max(layer_slots(cache, model, load), default=0)
     return int(tokens * (weights + max(unpacked, selected)))
 
 
@@ -186,7 +188,8 @@ def plan_rows(run: PlannedRun) -> tuple[MemoryRow, ...]:
     """Return the memory plan of a run. Without a GPU the gpu tier is counted as host memory."""
     draft = run.draft_run
     scratch = max(scratch_bytes(run), 0 if draft is None else scratch_bytes(draft))
-    rows = (*_weight_rows(run), *_cache_rows(run), *_activation_rows(run),
+    rows = (*_weight_rows(run), *_cache_rows(run.attention_run), *_state_rows(run),
+            *_activation_rows(run),
             *(() if draft is None else _draft_rows(draft)), MemoryRow("workspace", scratch))
     if run.has_gpu:
         return rows
@@ -242,8 +245,9 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
 def _shard_bytes(run: PlannedRun, *, head: bool) -> int:
     """Return the bytes of a row shard buffer for a layer, and with `head` for the head's matrix."""
     model, options = run.model, run.weights.with_largest_layouts
-    layer = part_bytes(options, model.layer_shapes(), run.itemsize)
-    shapes = {*model.layer_shapes().matrices}
+    parts = list(map(model.layer_shapes, model.layer_kinds))
+    layer = max(part_bytes(options, part, run.itemsize) for part in parts)
+    shapes = {shape for part in parts for shape in part.matrices}
     if head and run.is_last_stage:
         shapes.add((model.vocab_size, model.embed_dim))
     largest = 0
@@ -286,7 +290,7 @@ def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     if run.has_hot_set:
         yield MemoryRow("hot set", placed[1] * _hot_set_bytes(run, num_slots, record))
     device_staging, host_staging = _staging_bytes(run, cached, record=record,
-                                                  max_tokens=max(num_slots),
+                                                  max_tokens=max(num_slots, default=0),
                                                   staged_host=not run.attends_on_host)
     if run.attends_on_host:
         # Buffers for queries, keys and values sent to the host, and for its results.
@@ -302,6 +306,19 @@ def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     if options.recalls:
         yield _index_row(run, num_slots, on_host=cached[1] if run.attends_on_host else 0)
     yield _bookkeeping_row(run, num_slots, on_host=cached[1] if run.attends_on_host else 0)
+
+
+def _state_rows(run: PlannedRun) -> Iterator[MemoryRow]:
+    """Yield the states of recurrent layers, if there are any, and their staging buffers."""
+    if run.model.recurrent is None:
+        return
+    load, layers = run.workload, sum(run.model.recurrent_layers)
+    placed = split(load.gpu_batch_size, run.policy.cache)
+    yield MemoryRow("recurrent states", *(
+        count * layers * load.num_gpu_batches * run.state_bytes for count in placed))
+    fetched = placed[2] + (placed[1] if run.has_gpu else 0)
+    staging = CACHE_BUFFERS * fetched * run.state_bytes
+    yield MemoryRow("state buffers", staging, staging if run.has_gpu else 0)
 
 
 def _paged_cache(run: PlannedRun, num_slots: Sequence[int], record: int) -> MemoryRow:

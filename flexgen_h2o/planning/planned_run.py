@@ -9,13 +9,13 @@ import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.h2o import add_windows
+from flexgen_h2o.config.h2o import add_windows, select_layers
 from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.limits import CHUNK_ROWS, DRAFT_CHUNK
 from flexgen_h2o.config.parallel import Stage
@@ -216,6 +216,21 @@ class PlannedRun:
                        groups=min(groups, self.workload.num_gpu_batches),
                        model=self.model.slice_layers(stage.first, stage.last),
                        cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
+
+    @cached_property
+    def attention_run(self) -> PlannedRun:
+        """The run of the attention layers alone, numbered as in the KV cache."""
+        model = self.model
+        if model.recurrent is None:
+            return self
+        h2o = select_layers(self.cache.h2o, model.attention_layers)
+        return replace(self, model=model.attention_only, cache=replace(self.cache, h2o=h2o))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of a sequence in a recurrent layer; 0 without such layers."""
+        recurrent = self.model.recurrent
+        return 0 if recurrent is None else 4 * recurrent.state_size
 
     @property
     def draft_run(self) -> PlannedRun | None:
