@@ -35,7 +35,7 @@ from flexgen_h2o.metrics.provenance import ORIGIN, cpu_model, origin
 from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.hardware import load_hardware
 from flexgen_h2o.planning.pipeline import Network, search_pipeline
-from flexgen_h2o.planning.search import Choice, PlanRequest, search
+from flexgen_h2o.planning.search import PlanCandidate, PlanRequest, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 KINDS = ("measured", "simulated")
@@ -98,7 +98,7 @@ def pair(cluster: Cluster, model: str, cache: str, prompts: int, lengths: tuple[
         return PlanRequest(model=shape, prompt_len=lengths[0], gen_len=lengths[1], itemsize=2,
                            prompts=count, caches=(CACHES[cache],))
 
-    def best(way: str) -> Choice:
+    def best(way: str) -> PlanCandidate:
         if way == PIPELINE:
             return search_pipeline(hardware, request(prompts), cluster.machines, limits,
                                 cluster.network)[0].choice
@@ -129,7 +129,7 @@ def pair(cluster: Cluster, model: str, cache: str, prompts: int, lengths: tuple[
     return pair_rates
 
 
-def _figures(choice: Choice, prompts: int) -> dict[str, object]:
+def _figures(choice: PlanCandidate, prompts: int) -> dict[str, object]:
     """Return the columns of the best policy: its rate and placement."""
     policy = choice.run.policy
     return {"tokens_per_s": prompts * choice.run.workload.gen_len / choice.seconds,

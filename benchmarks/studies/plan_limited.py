@@ -93,8 +93,8 @@ def row(args: argparse.Namespace, run: LimitedRun, *, recalibrate: bool) -> dict
         "memory_limit": args.memory_limit, "system": run.system, "batch": run.batch,
         "policy": f"--percent {format_percent(policy)} --gpu-batch-size {policy.gpu_batch_size} "
                   f"--num-gpu-batches {policy.num_gpu_batches}",
-        "plan_tokens_s": best.tokens_per_second, "plan_prefill_s": best.prefill,
-        "plan_step_s": best.decode / (args.gen_len - 1),
+        "plan_tokens_s": best.tokens_per_second, "plan_prefill_s": best.prefill_seconds,
+        "plan_step_s": best.decode_seconds / (args.gen_len - 1),
         "bound_decode": best.estimate.step.binding}
     if args.plan_only:
         return columns
@@ -105,11 +105,11 @@ def row(args: argparse.Namespace, run: LimitedRun, *, recalibrate: bool) -> dict
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         prefill, step = process.submit(measured, short, plan.implementations).result()
     blocks = math.ceil(run.batch / (policy.gpu_batch_size * policy.num_gpu_batches))
-    predicted_step = predicted.decode / blocks / (args.tokens - 1)  # steps are of one block
+    predicted_step = predicted.decode_seconds / blocks / (args.tokens - 1)  # steps are of one block
     return columns | {
         "run_prompt_len": prompt, "run_gen_len": args.tokens,
-        "predicted_prefill_s": predicted.prefill, "prefill_s": prefill,
-        "prefill_predicted_over_measured": predicted.prefill / prefill,
+        "predicted_prefill_s": predicted.prefill_seconds, "prefill_s": prefill,
+        "prefill_predicted_over_measured": predicted.prefill_seconds / prefill,
         "predicted_step_s": predicted_step, "step_s": step,
         "step_predicted_over_measured": predicted_step / step}
 

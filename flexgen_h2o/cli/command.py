@@ -75,9 +75,9 @@ class StopRequest:
         True after a signal.
     """
 
-    def __init__(self, print_stderr: Callable[[], None]):
+    def __init__(self, on_request: Callable[[], None]):
         self.requested = False
-        self._notify = print_stderr
+        self._on_request = on_request
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -98,7 +98,7 @@ class StopRequest:
             self._before[signal.Signals(number)](signal.SIGINT, frame)
         else:
             self.requested = True
-            self._notify()
+            self._on_request()
 
 
 class Main(Protocol):

@@ -33,7 +33,7 @@ COMMANDS = {
 """The help of each command, in the order of ``--help``."""
 
 EXAMPLE = "generate --model smollm2-135m --prompt 'Hello' --stream"
-"""Flags of the program, shown below the commands."""
+"""Example that is shown below the commands."""
 
 SHELLS = ("bash", "zsh", "tcsh")
 _OWN = ("-h", "--help", "--help-all", "--version", "--print-completion")

@@ -16,7 +16,7 @@ from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import rank_runs
 from flexgen_h2o.planning.planned_run import PlannedRun, head_and_total_bytes, layer_slots
-from flexgen_h2o.planning.search import TIE_RATIO, Choice, tie_break_reason
+from flexgen_h2o.planning.search import TIE_RATIO, PlanCandidate, tie_break_reason
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 ALTERNATIVES = 3
@@ -46,7 +46,7 @@ def policy_flags(run: PlannedRun) -> str:
     return f"--percent {format_percent(policy)} {' '.join(words)}".replace(" true", "")
 
 
-def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimits,
+def plan_text(hardware: Hardware, choices: Sequence[PlanCandidate], limits: MemoryLimits,
               bounds: Sequence[int] | None = None) -> str:
     """Format the first of `choices` in full, and a line for each of the next ones.
 
@@ -118,7 +118,7 @@ def _ranks(run: PlannedRun, bounds: Sequence[int], limits: MemoryLimits) -> list
                 bounds, bounds[1:], rank_runs(run, bounds), strict=False))]
 
 
-def _not_taken(best: Choice, other: Choice) -> str:
+def _not_taken(best: PlanCandidate, other: PlanCandidate) -> str:
     """Return why a policy that is predicted faster is not the choice; empty if it is not faster."""
     reason = tie_break_reason(best, other)
     return "" if reason is None else (

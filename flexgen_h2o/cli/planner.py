@@ -46,12 +46,12 @@ from flexgen_h2o.planning.hardware import BITS, Hardware, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import predict_pipeline, search_pipeline
 from flexgen_h2o.planning.planned_run import DraftModel, PlannedRun
-from flexgen_h2o.planning.search import TIE_RATIO, Choice, PlanRequest, predict, search
+from flexgen_h2o.planning.search import TIE_RATIO, PlanCandidate, PlanRequest, predict, search
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
 
-HEADROOM = 0.97
+USABLE_SHARE = 0.97
 """Share of this machine's free memory that a plan may take, as free memory fluctuates."""
-LIBRARIES = 160 << 20
+RESERVED_BYTES = 160 << 20
 """Bytes of host memory that are left at least, for PyTorch and oneDNN."""
 MAX_BREAK_EVEN = 0.03
 """Share of drafts that must be accepted for speculation to pay, up to which a plan chooses it."""
@@ -95,7 +95,7 @@ class RecallProposal:
     """
 
     flags: str
-    choice: Choice
+    choice: PlanCandidate
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Plan:
     ----------
     config : RunConfig
         The chosen policy in place of `auto`, without flags of the search.
-    best : Choice
+    best : PlanCandidate
         The run of that config, with its predicted times.
     implementations : AutotuneTable
         The machine's fastest kernels.
@@ -119,7 +119,7 @@ class Plan:
     """
 
     config: RunConfig
-    best: Choice
+    best: PlanCandidate
     implementations: AutotuneTable
     text: str
     bounds: tuple[int, ...] | None = None
@@ -173,7 +173,7 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
 
 
 def _speculation(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None,
-                 choice: Choice) -> tuple[Choice, str | None]:
+                 choice: PlanCandidate) -> tuple[PlanCandidate, str | None]:
     """Choose whether a run drafts, and return a text that says when drafts pay.
 
     Without `--speculate`, `--percent auto` drafts for one sequence of a batch, out of the text, if
@@ -239,9 +239,9 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     if config.pipeline_parallel > 1:  # ranks of one host share its memory and its disk
         ranks = torchrun_env().local_ranks
         free = replace(free, cpu_bytes=free.cpu_bytes // ranks, disk_bytes=free.disk_bytes // ranks)
-    limits = MemoryLimits(None if free.gpu_bytes is None else int(HEADROOM * free.gpu_bytes),
-                          max(0, min(int(HEADROOM * free.cpu_bytes), free.cpu_bytes - LIBRARIES)),
-                          int(HEADROOM * free.disk_bytes))
+    cpu_bytes = min(int(USABLE_SHARE * free.cpu_bytes), free.cpu_bytes - RESERVED_BYTES)
+    limits = MemoryLimits(None if free.gpu_bytes is None else int(USABLE_SHARE * free.gpu_bytes),
+                          max(0, cpu_bytes), int(USABLE_SHARE * free.disk_bytes))
     return PlanSubject(hardware, limits, source.config, source.dtype.itemsize,
                        lambda bits: replace(source, bits=bits).form.options,
                        None if draft is None else DraftModel(draft.config, draft.form.options))
@@ -314,7 +314,7 @@ def _written_bits(config: RunConfig) -> frozenset[int | str]:
 
 
 def _choices(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None
-             ) -> tuple[Sequence[Choice], tuple[int, ...] | None]:
+             ) -> tuple[Sequence[PlanCandidate], tuple[int, ...] | None]:
     """Return the best policies, or the given one if it fits, and a pipeline's layer bounds."""
     hardware, limits, ranks = subject.hardware, subject.limits, config.pipeline_parallel
     bits = config.resolved_weight_bits
@@ -354,7 +354,7 @@ def _request(config: RunConfig, subject: PlanSubject, load: Workload,
 
 
 def _faster_recall(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None, *,
-                   full: Choice) -> RecallProposal | None:
+                   full: PlanCandidate) -> RecallProposal | None:
     """Return recall in place of a `full` cache that is partly on slower tiers, if it is faster.
 
     It needs more memory than the full cache, and so does not help where that does not fit.

@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli.run_config import RunConfig, write_expert_counts
 from flexgen_h2o.cli.values import flag_name
@@ -22,9 +21,6 @@ from flexgen_h2o.metrics.provenance import package_version, source_commit
 from flexgen_h2o.metrics.run_stats import RATES, RunStats, ratio
 from flexgen_h2o.metrics.trace import GB, LINKS, Trace
 from flexgen_h2o.outputs import Output
-
-if TYPE_CHECKING:
-    from flexgen_h2o.cli.run_config import RunConfig
 
 _TIERED = tuple(f"{kind}_{tier}" for kind in ("weights", "cache", "activations")
                 for tier in ("gpu", "cpu", "disk"))

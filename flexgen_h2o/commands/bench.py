@@ -28,10 +28,10 @@ from flexgen_h2o.metrics.run_stats import RunStats, ratio
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
-    from flexgen_h2o.planning.search import Choice
+    from flexgen_h2o.planning.search import PlanCandidate
 
 _GROUPS = ("model", "batch and lengths", "policy", "planning", "cache", "sampling")
-_NOT_HERE = ("prompt", "prompts", "chat", "chat_template_kwargs", "plan_only", "hardware",
+EXCLUDED_FLAGS = ("prompt", "prompts", "chat", "chat_template_kwargs", "plan_only", "hardware",
              "output", "trace", "log_file",
              "debug_mode", "pipeline_parallel", "rank_timeout")
 """Flags of `generate` without effect here: a file of ``--config`` must not set them."""
@@ -51,7 +51,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         check_flags(self)
-        for name in _NOT_HERE:
+        for name in EXCLUDED_FLAGS:
             if getattr(self.run, name) != getattr(RunConfig, name):
                 raise UserError(f"{flag_name(name)} has no effect on bench: take it out of the "
                                 "file of --config")
@@ -72,7 +72,7 @@ def parser() -> flag_parser.Parser:
     specs = {spec.name: spec for spec in fields(RunConfig)
              if (spec.metadata["group"] in _GROUPS
                  or spec.name in ("config", "csv", "count_experts"))
-             and spec.name not in _NOT_HERE}
+             and spec.name not in EXCLUDED_FLAGS}
     specs |= {spec.name: spec for spec in (*fields(BenchHelps), *flag_fields(BenchOptions))}
     return flag_parser.build_parser(
         specs.values(), command="bench",
@@ -107,11 +107,11 @@ def run(options: BenchOptions) -> None:
         if config.count_experts is not None:
             with catch_write_errors("--count-experts", config.count_experts):
                 write_expert_counts(config.count_experts, repeats[-1])
-        least = roofline(llm, config, repeats[0].dtype)
-    print_stdout(text(repeats, least))
+        ideal = ideal_plan_of(llm, config, repeats[0].dtype)
+    print_stdout(format_repeats(repeats, ideal))
 
 
-def measure(llm: LLM, config: RunConfig, count: int, best: Choice | None) -> list[RunStats]:
+def measure(llm: LLM, config: RunConfig, count: int, best: PlanCandidate | None) -> list[RunStats]:
     """Measure `count` repeats; each row is appended to ``--csv`` as soon as it is known.
 
     `best` is the plan, if there is one: its prediction is stored with the figures.
@@ -125,8 +125,8 @@ def measure(llm: LLM, config: RunConfig, count: int, best: Choice | None) -> lis
         stats = llm.stats
         assert stats is not None  # generate has set it
         if best is not None:
-            stats = replace(stats, predicted_prefill_seconds=best.prefill,
-                            predicted_decode_seconds=best.decode)
+            stats = replace(stats, predicted_prefill_seconds=best.prefill_seconds,
+                            predicted_decode_seconds=best.decode_seconds)
         runs.append(stats)
         if config.csv is not None:
             with catch_write_errors("--csv", config.csv):
@@ -135,11 +135,11 @@ def measure(llm: LLM, config: RunConfig, count: int, best: Choice | None) -> lis
     return runs
 
 
-def roofline(llm: LLM, config: RunConfig, dtype: str) -> Choice | str:
+def ideal_plan_of(llm: LLM, config: RunConfig, dtype: str) -> PlanCandidate | str:
     """Return the roofline of the run on this machine, or why it is not known."""
     from flexgen_h2o.planning import calibrate
     from flexgen_h2o.planning.planned_run import PlannedRun
-    from flexgen_h2o.planning.search import roofline
+    from flexgen_h2o.planning.search import ideal_plan
     from flexgen_h2o.storage.tiers import open_device
 
     device = open_device(config.device)
@@ -150,7 +150,7 @@ def roofline(llm: LLM, config: RunConfig, dtype: str) -> Choice | str:
         llm.model_config, llm.policy, workload(config, ()),
         calibrate.measured_dtype(device).itemsize, device.separate,
         False, config.cache(), llm.weight_options)
-    return roofline(hardware, run, config.num_prompts)
+    return ideal_plan(hardware, run, config.num_prompts)
 
 
 _COLUMNS: dict[str, Callable[[RunStats], float | None]] = {
@@ -165,7 +165,7 @@ _COLUMNS: dict[str, Callable[[RunStats], float | None]] = {
 """Columns of the table; latencies are of a decode step."""
 
 
-def text(repeats: Sequence[RunStats], least: Choice | str) -> str:
+def format_repeats(repeats: Sequence[RunStats], ideal: PlanCandidate | str) -> str:
     """Format the median repeat's figures, a line per repeat, their medians and the roofline."""
     ranked = sorted(repeats, key=lambda stats: stats.prefill_seconds + stats.decode_seconds)
     middle = ranked[(len(ranked) - 1) // 2]
@@ -173,8 +173,8 @@ def text(repeats: Sequence[RunStats], least: Choice | str) -> str:
             for number, stats in enumerate(repeats, 1)}
     rows["median"] = [None if None in column else median(column)
                       for column in zip(*rows.values(), strict=True)]
-    if not isinstance(least, str):
-        rows["roofline"] = bound = _least(least, middle)
+    if not isinstance(ideal, str):
+        rows["roofline"] = bound = _roofline_row(ideal, middle)
         # Times are above the roofline, rates below it.
         rows["over roofline"] = [
             value and limit and (value / limit if name.endswith(" s") else limit / value)
@@ -183,16 +183,17 @@ def text(repeats: Sequence[RunStats], least: Choice | str) -> str:
     lines = [[f"repeat{mark}", *_COLUMNS],
              *([name, *("-" if cell is None else f"{cell:.4g}" for cell in row)]
                for name, row in rows.items())]
-    note = f"\nroofline: {least}" if isinstance(least, str) else ""
+    note = f"\nroofline: {ideal}" if isinstance(ideal, str) else ""
     return f"{stats_table(middle)}\n\n{align_columns(lines, WIDTH)}{note}"
 
 
-def _least(least: Choice, stats: RunStats) -> list[float | None]:
+def _roofline_row(ideal: PlanCandidate, stats: RunStats) -> list[float | None]:
     """Return the roofline's row of the table."""
-    step = least.estimate.step.seconds if least.estimate.steps else None
-    return [least.prefill, ratio(stats.prompt_tokens, least.prefill), least.decode or None,
-            ratio(stats.generated_tokens - stats.num_prompts, least.decode),
-            ratio(stats.generated_tokens, least.seconds), step, step]
+    step = ideal.estimate.step.seconds if ideal.estimate.steps else None
+    return [ideal.prefill_seconds, ratio(stats.prompt_tokens, ideal.prefill_seconds),
+            ideal.decode_seconds or None,
+            ratio(stats.generated_tokens - stats.num_prompts, ideal.decode_seconds),
+            ratio(stats.generated_tokens, ideal.seconds), step, step]
 
 
 main = entry_point(parse_args, run)

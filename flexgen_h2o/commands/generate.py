@@ -93,8 +93,8 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
         stats = llm.stats
         assert stats is not None  # generate has set it
         if best is not None:
-            stats = replace(stats, predicted_prefill_seconds=best.prefill,
-                            predicted_decode_seconds=best.decode)
+            stats = replace(stats, predicted_prefill_seconds=best.prefill_seconds,
+                            predicted_decode_seconds=best.decode_seconds)
     summary = report.stats_table(stats)
     if config.debug_mode == "breakdown":
         summary += f"\n\n{report.breakdown_table(trace.spans())}"

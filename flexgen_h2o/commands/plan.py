@@ -14,7 +14,8 @@ from flexgen_h2o.commands.generate import run
 __all__ = ["main", "parse_args", "parser", "run"]
 
 _GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache")
-_IDLE = ("plan_only", "chat", "chat_template_kwargs", "warm_up", "cut_gen_len", "rank_timeout")
+EXCLUDED_FLAGS = ("plan_only", "chat", "chat_template_kwargs", "warm_up", "cut_gen_len",
+                  "rank_timeout")
 """Flags of these groups without effect on a plan."""
 
 
@@ -31,7 +32,7 @@ class PlanHelps:
 def parser() -> flag_parser.Parser:
     """Return the parser of the flags."""
     specs = {spec.name: spec for spec in fields(RunConfig)
-             if spec.metadata["group"] in _GROUPS and spec.name not in _IDLE}
+             if spec.metadata["group"] in _GROUPS and spec.name not in EXCLUDED_FLAGS}
     return flag_parser.build_parser(
         (specs | {spec.name: spec for spec in fields(PlanHelps)}).values(),
         command="plan",

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "FLEXGEN_H2O_API_KEY"
 """Environment variable with the key, which other users cannot see in the list of processes."""
 
-_WITHOUT = ("plan_only", "hardware", "pipeline_parallel", "rank_timeout")
+EXCLUDED_FLAGS = ("plan_only", "hardware", "pipeline_parallel", "rank_timeout")
 """Flags of `generate` in shared groups that have no effect here."""
 
 
@@ -246,7 +246,7 @@ def _bind(options: ServeOptions) -> socket.socket:
 def parser() -> Parser:
     """Return the parser of the flags."""
     return build_parser(
-        request_flags(ServeOptions, without=_WITHOUT), command="serve",
+        request_flags(ServeOptions, without=EXCLUDED_FLAGS), command="serve",
         usage="%(prog)s [--model NAME] [--percent P ...] [--host HOST] [--port N] [flags]",
         description="Serve OpenAI's Files, Batch, completion and chat endpoints. Batches survive "
         "restarts.")
@@ -255,7 +255,7 @@ def parser() -> Parser:
 def parse_args(argv: Sequence[str] | None = None) -> ServeOptions:
     """Parse flags into checked `ServeOptions`. Raises `UserError`."""
     values = given_flags(parser(), argv)
-    check_supported(values, "serve", (*UNSUPPORTED, *_WITHOUT, "csv", "output"))
+    check_supported(values, "serve", (*UNSUPPORTED, *EXCLUDED_FLAGS, "csv", "output"))
     options: dict[str, Any] = {spec.name: values.pop(spec.name)
                                for spec in flag_fields(ServeOptions) if spec.name in values}
     return ServeOptions(run=RunConfig.from_mapping(values), **options)

@@ -40,7 +40,7 @@ from flexgen_h2o.metrics.trace import LINKS, LinkStats, Trace
 from flexgen_h2o.planning.cache_cost import RecalledTokens, fit_recall_rates
 from flexgen_h2o.planning.compute_rates import MIN_SECONDS, Rates, Sizes, Timer
 from flexgen_h2o.planning.hardware import (
-    RECALL_FIGURES,
+    RECALL_RATES,
     ComputeRates,
     Hardware,
     HostAttentionRates,
@@ -54,7 +54,7 @@ from flexgen_h2o.storage.links import copy_rates, disk_read_rate, disk_write_rat
 from flexgen_h2o.storage.tiers import Device, typed
 from flexgen_h2o.storage.transfer import Transfers
 
-Note = Callable[[str], object]
+ProgressCallback = Callable[[str], object]
 
 _FORMAT = 6  # increment it when the meaning of a figure changes, to measure again
 _DIGITS = 4  # significant digits of a measurement
@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 def load_or_calibrate(device: Device, offload_dir: str | os.PathLike, *, recalibrate: bool = False,
-                      progress: Note) -> Hardware:
+                      progress: ProgressCallback) -> Hardware:
     """Return the figures of this machine: cached ones, or else measured ones, which are cached.
 
     Parameters
@@ -135,7 +135,7 @@ def measured_dtype(device: Device) -> torch.dtype:
 
 
 @torch.inference_mode()
-def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
+def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: ProgressCallback,
               sizes: Sizes | None = None) -> Hardware:
     """Measure this machine with the engine's own operations, in its default dtype.
 
@@ -154,12 +154,12 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
         host_attention = HostAttentionRates(*_decode_attention(Rates(Device(), dtype, sizes)))
     progress("recall")
     recall = recall_rates(host_attention or compute, dtype, sizes)
-    recall = replace(recall, **{name: _figure(getattr(recall, name)) for name in RECALL_FIGURES})
+    recall = replace(recall, **{name: _figure(getattr(recall, name)) for name in RECALL_RATES})
     return Hardware(name=_name(device), links=links, compute=compute, recall=recall,
                     host_attention=host_attention, **slowdowns, **_memory(device, offload_dir))
 
 
-def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progress: Note
+def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progress: ProgressCallback
            ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return `Hardware.links`, and the fields of `Hardware` that say how transfers slow compute."""
     progress("disk")
@@ -183,7 +183,7 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
     return _figures(dict(zip(LINKS, measured, strict=False))), slowdowns
 
 
-def _compute(rates: Rates, progress: Note) -> ComputeRates:
+def _compute(rates: Rates, progress: ProgressCallback) -> ComputeRates:
     linear = {}
     for bits in WEIGHT_BITS:
         progress(f"matmuls with {bits}-bit weights")
@@ -300,7 +300,7 @@ def _fetch_seconds(device: Device, file: Path, sequences: int) -> float:
 GROUP = 4
 """Query heads per KV head."""
 
-INDEX_BITS = 4
+MEASURED_INDEX_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ class _RandomCache:
 
     @classmethod
     def make(cls, block: torch.Tensor) -> _RandomCache:
-        layout = IndexLayout(block.shape[-1], INDEX_BITS)
+        layout = IndexLayout(block.shape[-1], MEASURED_INDEX_BITS)
         _, sequences, kv_heads, tokens, _ = block.shape
         shape = (sequences, kv_heads, layout.tiles(tokens), layout.tile_bytes)
         device = Device()
@@ -328,7 +328,7 @@ class _RandomCache:
     def capture(self, cached: int, selected: int) -> CapturedCalls:
         """Capture a decode step that selects `selected` of the first `cached` tokens."""
         _, sequences, kv_heads, _, head_dim = self.slots.shape
-        layout, calls = IndexLayout(head_dim, INDEX_BITS), CapturedCalls()
+        layout, calls = IndexLayout(head_dim, MEASURED_INDEX_BITS), CapturedCalls()
         q, k, v = (torch.randn(sequences, heads, head_dim, dtype=self.slots.dtype)
                    for heads in (GROUP * kv_heads, kv_heads, kv_heads))
         metadata = torch.tensor([[cached], [selected]], dtype=torch.int32).repeat(1, sequences)
@@ -380,5 +380,5 @@ def recall_rates(rates: ComputeRates | HostAttentionRates, dtype: torch.dtype, s
         steps = itertools.cycle([cache.capture(cached, selected) for cache in caches])
         tokens = RecalledTokens(selected, cached, heads, heads * record)
         times.append((tokens, timer.seconds(partial(_replay_next, steps))))
-    return fit_recall_rates(rates, times, index=IndexLayout(sizes.head_dim, INDEX_BITS))
+    return fit_recall_rates(rates, times, index=IndexLayout(sizes.head_dim, MEASURED_INDEX_BITS))
 

@@ -189,7 +189,7 @@ HOST_LINKS = tuple(link for link in LINKS if "gpu" not in link)
 
 TERA, MICRO, NANO, BILLION = 1e12, 1e-6, 1e-9, 1e9
 
-_FIGURES = {
+_SCALARS = {
     "head_microseconds": ("head_seconds", MICRO),
     "elementwise_seconds_per_billion": ("elementwise", 1),
     "layer_microseconds": ("layer_seconds", MICRO),
@@ -197,7 +197,7 @@ _FIGURES = {
 }
 """YAML key of a scalar of `ComputeRates`: its field, and the unit."""
 
-RECALL_FIGURES = ("index_cost", "gather_cost", "call_overhead")
+RECALL_RATES = ("index_cost", "gather_cost", "call_overhead")
 """Fields of `RecallRates` that are measured."""
 
 _EARLIER_NAMES = {
@@ -271,7 +271,7 @@ class _Machine(StrictStruct, frozen=True):
     compute: _ComputeEntries
     gpu_gb: _Size | None = None
     host_attention: _HostRates | None = None
-    recall: mapping_of(RECALL_FIGURES, _Rate) | None = None
+    recall: mapping_of(RECALL_RATES, _Rate) | None = None
     interference: Share = 0.0
     read_interference: Share = 0.0
     fetch_microseconds: _Rate | None = None
@@ -329,11 +329,12 @@ def _with_current_names(document: object) -> object:
 def _compute(file: _ComputeEntries) -> ComputeRates:
     table, rates = file.linear_seconds_per_billion_weights, file.linear_roofline
     return ComputeRates(
-        linear=roofline(_rounded(rates.tflop_per_s * TERA), _rounded(rates.memory_gb_per_s * GB))
+        linear=linear_roofline(_rounded(rates.tflop_per_s * TERA),
+                               _rounded(rates.memory_gb_per_s * GB))
         if rates else {bits: _from_units(1, column) for bits, column in table.items()},
         prefill_attention=_from_units(TERA, file.prefill_attention_tflop_per_s),
         decode_attention=_from_units(GB, file.decode_attention_gb_per_s),
-        **{figure: _rounded(getattr(file, key) * unit) for key, (figure, unit) in _FIGURES.items()},
+        **{figure: _rounded(getattr(file, key) * unit) for key, (figure, unit) in _SCALARS.items()},
         captured_layer_seconds=file.captured_layer_microseconds and _rounded(
             file.captured_layer_microseconds * MICRO),
         query_seconds=_from_units(NANO, file.query_nanoseconds or {}),
@@ -364,7 +365,7 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
             "prefill_attention_tflop_per_s": _to_units(compute.prefill_attention, TERA),
             "decode_attention_gb_per_s": _to_units(compute.decode_attention, GB),
             **{key: _rounded(getattr(compute, field) / unit)
-               for key, (field, unit) in _FIGURES.items()},
+               for key, (field, unit) in _SCALARS.items()},
             **({"captured_layer_microseconds": _rounded(compute.captured_layer_seconds / MICRO)}
                if compute.captured_layer_seconds else {}),
             **({"query_nanoseconds": _to_units(compute.query_seconds, NANO)}
@@ -377,7 +378,7 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
             "decode_attention_gb_per_s": _to_units(host.decode_attention, GB),
             "head_microseconds": _rounded(host.head_seconds / MICRO),
         },
-        "recall": {name: getattr(hardware.recall, name) for name in RECALL_FIGURES},
+        "recall": {name: getattr(hardware.recall, name) for name in RECALL_RATES},
         "interference": hardware.interference,
         "read_interference": hardware.read_interference,
         "fetch_microseconds": _rounded(hardware.fetch_seconds / MICRO) or None,
@@ -388,7 +389,7 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
         yaml.safe_dump(present, file, sort_keys=False, default_flow_style=None, width=100)
 
 
-def roofline(flops: float, bandwidth: float) -> dict[int, dict[int, float]]:
+def linear_roofline(flops: float, bandwidth: float) -> dict[int, dict[int, float]]:
     """Return `ComputeRates.linear` from FLOP/s and bytes per second of weights.
 
     A matmul takes as long as its FLOPs or its weights' bytes, whichever is longer.

@@ -18,7 +18,7 @@ from flexgen_h2o.planning.cost import Estimate, Phase, estimate, layer_step_cost
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.planned_run import PlannedRun
-from flexgen_h2o.planning.search import Choice, PlanRequest, predict, search
+from flexgen_h2o.planning.search import PlanCandidate, PlanRequest, predict, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 
@@ -44,7 +44,7 @@ class PipelineChoice:
     `bounds` are the layer bounds of the ranks (see `Stage.for_rank`).
     """
 
-    choice: Choice
+    choice: PlanCandidate
     bounds: tuple[int, ...]
 
 

@@ -110,7 +110,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanCandidate:
     """A run that fits, with its predicted times.
 
     Attributes
@@ -120,20 +120,20 @@ class Choice:
         Estimate of one block.
     sequences : int
         Sequences of all blocks.
-    prefill, decode : float
-        Seconds of all blocks.
+    prefill_seconds, decode_seconds : float
+        Of all blocks.
     """
 
     run: PlannedRun
     estimate: Estimate
     sequences: int
-    prefill: float
-    decode: float
+    prefill_seconds: float
+    decode_seconds: float
 
     @property
     def seconds(self) -> float:
         """Seconds of prefill and decode."""
-        return self.prefill + self.decode
+        return self.prefill_seconds + self.decode_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -142,7 +142,7 @@ class Choice:
 
 
 def predict(hardware: Hardware, run: PlannedRun, prompts: int | None = None,
-            estimate: Callable[[Hardware, PlannedRun], Estimate] = estimate) -> Choice:
+            estimate: Callable[[Hardware, PlannedRun], Estimate] = estimate) -> PlanCandidate:
     """Predict the seconds of a run for `prompts` prompts (None: one block).
 
     `estimate` predicts one block.
@@ -157,12 +157,12 @@ def predict(hardware: Hardware, run: PlannedRun, prompts: int | None = None,
                           num_gpu_batches=count)
         estimates.append(estimate(hardware, replace(
             run, workload=partial, groups=min(run.groups, count))))
-    return Choice(run, full_block, blocks * block + last_prompts,
-                  prefill=sum(forecast.prefill.seconds for forecast in estimates),
+    return PlanCandidate(run, full_block, blocks * block + last_prompts,
+                  prefill_seconds=sum(forecast.prefill.seconds for forecast in estimates),
                   decode=sum(forecast.steps * forecast.step.seconds for forecast in estimates))
 
 
-def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> list[Choice]:
+def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> list[PlanCandidate]:
     """Search runs that fit and differ in batch shape, formats or place of attention, the best
     first.
 
@@ -174,7 +174,7 @@ def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> li
     solvers = [solver for run in _prune_options(hardware, request, limits)
                for solver in _candidate_solvers(hardware, request, run, limits)]
     solvers.sort(key=lambda solver: solver.amortized_seconds)
-    choices: list[Choice] = []
+    choices: list[PlanCandidate] = []
     least = math.inf
     for solver in solvers:
         # Twice the ratio of a tie, because estimate and prediction may each be off by it.
@@ -307,7 +307,7 @@ _TIES: tuple[tuple[str, Callable[[PlannedRun], int]], ...] = (
 """Tie-breakers among throughputs within `TIE_RATIO`, most important first; the lower value wins."""
 
 
-def _rank_choices(choices: list[Choice]) -> list[Choice]:
+def _rank_choices(choices: list[PlanCandidate]) -> list[PlanCandidate]:
     """Sort by throughput, and put the tie that `_TIES` prefers first."""
     choices.sort(key=lambda choice: -choice.tokens_per_second)
     equal = [c for c in choices
@@ -316,7 +316,7 @@ def _rank_choices(choices: list[Choice]) -> list[Choice]:
     return [best, *(choice for choice in choices if choice is not best)]
 
 
-def tie_break_reason(choice: Choice, other: Choice) -> str | None:
+def tie_break_reason(choice: PlanCandidate, other: PlanCandidate) -> str | None:
     """Return why `choice` is preferred to a faster `other`; None if `other` is not faster."""
     if other.tokens_per_second <= choice.tokens_per_second:
         return None
@@ -394,7 +394,7 @@ def _roofline_table(read: float, flops: float) -> dict[Any, float]:
     return {1: BILLION * max(read, 2 / flops), turn: BILLION * 2 * turn / flops}
 
 
-def roofline(hardware: Hardware, run: PlannedRun, prompts: int | None = None) -> Choice:
+def ideal_plan(hardware: Hardware, run: PlannedRun, prompts: int | None = None) -> PlanCandidate:
     """Return the roofline of a run with its placements and batch sizes, fully overlapped.
 
     Parameters

@@ -9,7 +9,7 @@ from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.planned_run import PlannedRun
-from flexgen_h2o.planning.search import roofline
+from flexgen_h2o.planning.search import ideal_plan
 
 _DIGITS = 2  # of mean lengths: those that are close share a prediction
 
@@ -31,7 +31,7 @@ class DecodeRoofline:
 
         @lru_cache(256)
         def step_seconds(load: Workload) -> float:
-            return roofline(hardware, replace(run, workload=load)).estimate.step.seconds
+            return ideal_plan(hardware, replace(run, workload=load)).estimate.step.seconds
 
         self._step_seconds = step_seconds
 

@@ -85,7 +85,8 @@ def test_a_planned_policy_is_measured_with_its_prediction(flags, capsys, monkeyp
 
 
 def test_median_of_repeats_and_missing_roofline(monkeypatch):
-    out = bench.text([stats(1.0, 8.0), stats(3.0, 4.0), stats(2.0, 4.0)], "not known: why")
+    repeats = [stats(1.0, 8.0), stats(3.0, 4.0), stats(2.0, 4.0)]
+    out = bench.format_repeats(repeats, "not known: why")
     assert figures(out, "median") == pytest.approx([2, 20, 4, 4, 20 / 7, 1, 1], rel=1e-3)
     assert "prefill            3.000 s" in out  # of the repeat whose total is the median's
     assert out.endswith("roofline: not known: why")
@@ -94,10 +95,10 @@ def test_median_of_repeats_and_missing_roofline(monkeypatch):
         raise UserError("x.yaml is damaged")
 
     config = parser.parse_args(["--device", "cpu"])
-    assert bench.roofline(None, config, "float32") == (
+    assert bench.ideal_plan_of(None, config, "float32") == (
         "not known in float32: rates are measured in bfloat16")
     monkeypatch.setattr(calibrate, "load_calibration", damaged)
-    assert bench.roofline(None, config, "bfloat16") == "not known: x.yaml is damaged"
+    assert bench.ideal_plan_of(None, config, "bfloat16") == "not known: x.yaml is damaged"
 
 
 @pytest.mark.parametrize("given, words", [

@@ -14,14 +14,14 @@ from flexgen_h2o.metrics.trace import LINKS
 from flexgen_h2o.planning.hardware import (
     BITS,
     HOST_LINKS,
-    RECALL_FIGURES,
+    RECALL_RATES,
     ROWS,
     ComputeRates,
     Hardware,
     HostAttentionRates,
     RecallRates,
+    linear_roofline,
     load_hardware,
-    roofline,
     save_hardware,
 )
 
@@ -65,7 +65,7 @@ def machines(draw) -> Hardware:
             caching=draw(st.just({}) | tables(BITS))),
         host_attention=HostAttentionRates(draw(tables(BITS, GIGA)), draw(figures(MICRO)))
         if has_gpu and draw(st.booleans()) else None,
-        recall=RecallRates(*(draw(figures()) for _ in RECALL_FIGURES)),
+        recall=RecallRates(*(draw(figures()) for _ in RECALL_RATES)),
         interference=draw(st.floats(0, 1)), read_interference=draw(st.floats(0, 1)),
         **({} if has_gpu else {name: draw(figures(MICRO)) for name in (
             "fetch_seconds", "fetch_head_seconds")}))
@@ -121,7 +121,7 @@ def test_units_are_those_of_the_keys():
 
 
 def test_the_roofline_is_bytes_at_few_rows_and_flops_at_many():
-    table = roofline(20e12, 200e9)
+    table = linear_roofline(20e12, 200e9)
     assert set(table) == set(WEIGHT_BITS)
     assert all(tuple(column) == ROWS for column in table.values())
     assert table[16][1] == 2e9 / 200e9

@@ -28,7 +28,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_text
 from flexgen_h2o.metrics.figures import check_plot
 
-_RUN_ONLY = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv",
+_NOT_IN_DRY_RUN = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv",
              "ray", "ray_address", "replicas", "data_parallel")
 """Flags without effect on a dry run."""
 RESUME_SETTINGS = ("model", "path", "dtype", "weight_bits", "activation_bits", "calibration",
@@ -200,7 +200,7 @@ def parse_args(argv: Sequence[str] | None = None) -> BatchOptions:
     dry_run = values.get("dry_run", False) is True
     check_supported(values, "batch")
     for name in values:
-        if dry_run and name in _RUN_ONLY and values[name]:
+        if dry_run and name in _NOT_IN_DRY_RUN and values[name]:
             raise UserError(f"{flag_name(name)} has no effect with --dry-run, which runs nothing")
     if "hardware" in values and not dry_run:
         raise UserError("--hardware describes another machine: add --dry-run")
