@@ -176,7 +176,7 @@ class LLM(ExclusiveResource):
         with contextlib.ExitStack() as resources:
             prepared = prepare_model(args, self._control)
             self.model_config = prepared.source.config
-            self.weight_options = prepared.source.form.options
+            self.weight_options = prepared.source.weight_format.options
             self._prompts, self._cache = prepared.prompts, prepared.cache
             self._memory = _memory_check(prepared)
             draft = prepared.draft
@@ -666,7 +666,7 @@ def _memory_check(prepared: PreparedModel) -> MemoryCheck:
     """Return the memory check for runs of an LLM with these arguments."""
     source, args, rank, draft = prepared.source, prepared.args, prepared.rank, prepared.draft
     return MemoryCheck(
-        source.config, source.form.options,
+        source.config, source.weight_format.options,
         itemsize=source.dtype.itemsize,
         writes_weights=source.writes_weights(args.weight_cache),
         offload_dir=args.offload_dir,
@@ -675,4 +675,4 @@ def _memory_check(prepared: PreparedModel) -> MemoryCheck:
         stage=None if rank is None else rank.stage,
         groups=1 if rank is None else rank.groups,
         draft=None if draft is None else DraftModel(draft.source.config,
-                                                    draft.source.form.options))
+                                                    draft.source.weight_format.options))

@@ -104,7 +104,7 @@ def pair(cluster: Cluster, model: str, cache: str, prompts: int, lengths: tuple[
                                 cluster.network)[0].choice
         return search(hardware, request(-(-prompts // cluster.machines)), limits)[0]
 
-    pair_rates = []
+    rows = []
     for way in (PIPELINE, REPLICAS):
         row = {"kind": "simulated", "way": way, "processes": cluster.machines, "model": model,
                "cache": cache, "prompts": prompts, "prompt_len": lengths[0],
@@ -121,12 +121,12 @@ def pair(cluster: Cluster, model: str, cache: str, prompts: int, lengths: tuple[
             positions = lengths[0] + lengths[1] - 1
             row["sent_bytes_per_token"] = (cluster.machines - 1) * (
                 shape.hidden_size * 2 * positions / lengths[1] + 8)
-        pair_rates.append(row)
-    rates = [row.get("tokens_per_s", 0) for row in pair_rates]
-    for row, rate, other in zip(pair_rates, rates, reversed(rates), strict=True):
+        rows.append(row)
+    rates = [row.get("tokens_per_s", 0) for row in rows]
+    for row, rate, other in zip(rows, rates, reversed(rates), strict=True):
         row["wins"] = str(rate > other).lower()
         row["times_the_other"] = rate / other if rate and other else None
-    return pair_rates
+    return rows
 
 
 def _figures(choice: PlanCandidate, prompts: int) -> dict[str, object]:

@@ -243,8 +243,9 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     limits = MemoryLimits(None if free.gpu_bytes is None else int(USABLE_SHARE * free.gpu_bytes),
                           max(0, cpu_bytes), int(USABLE_SHARE * free.disk_bytes))
     return PlanSubject(hardware, limits, source.config, source.dtype.itemsize,
-                       lambda bits: replace(source, bits=bits).form.options,
-                       None if draft is None else DraftModel(draft.config, draft.form.options))
+                       lambda bits: replace(source, bits=bits).weight_format.options,
+                       None if draft is None else
+                       DraftModel(draft.config, draft.weight_format.options))
 
 
 def _other_machine(config: RunConfig, path: str) -> PlanSubject:

@@ -117,5 +117,5 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
         cache=CacheOptions(arguments.get("h2o"), arguments.get("cache_bits", 16),
                            arguments.get("attn_sparsity", 1.0), arguments.get("key_bits"),
                            arguments.get("value_bits")),
-        weights=source.form.options)
+        weights=source.weight_format.options)
     return plan.total("cpu")

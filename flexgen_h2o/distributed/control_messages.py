@@ -71,7 +71,7 @@ class ControlChannel:
         return f"cuda:{self._pipeline.local_rank}" if torch.cuda.is_available() else name
 
     def rank_context(self, policy: Policy, device: Device, *, layer_costs: Sequence[float],
-                     form: str, bounds: Sequence[int] | None, workload: Workload | None
+                     fingerprint: str, bounds: Sequence[int] | None, workload: Workload | None
                      ) -> RankContext | None:
         """Return the layers of this rank, which the first rank decides; None for a single rank.
 
@@ -79,7 +79,7 @@ class ControlChannel:
         ----------
         layer_costs : sequence of float
             Relative cost of each decoder layer.
-        form : str
+        fingerprint : str
             Description of everything that must be the same on all ranks.
         bounds : sequence of int or None
             First layer of each rank and the number of layers; None: balance `layer_costs`.
@@ -97,11 +97,11 @@ class ControlChannel:
         if pipeline.ranks > num_layers:
             raise UserError(f"the model has {num_layers} layers, too few for {pipeline.ranks} "
                             "ranks: start fewer")
-        forms = pipeline.all_gather(form.encode())
-        for rank, other in enumerate(forms):
-            if other != forms[0]:
+        fingerprints = pipeline.all_gather(fingerprint.encode())
+        for rank, other in enumerate(fingerprints):
+            if other != fingerprints[0]:
                 raise UserError(f"{pipeline.monitor.names[rank]} loads {other.decode()} and rank 0 "
-                                f"{forms[0].decode()}: start all ranks with the same flags")
+                                f"{fingerprints[0].decode()}: start all ranks with the same flags")
         pipeline.use_device(device.torch)
         if pipeline.rank == 0:
             fetched = policy.fetches(device.separate)

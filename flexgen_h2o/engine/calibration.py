@@ -92,8 +92,8 @@ def _read(path: str) -> str:
         return read_text("calibration", path, if_empty="is empty: give a text")
     texts = []
     for number, record in read_json_records("calibration", path, if_empty="is empty: give texts"):
-        rates = [record.get(key) for key in _KEYS] if isinstance(record, dict) else []
-        text = next((text for text in rates if isinstance(text, str) and text.strip()), None)
+        candidates = [record.get(key) for key in _KEYS] if isinstance(record, dict) else []
+        text = next((text for text in candidates if isinstance(text, str) and text.strip()), None)
         if text is None:
             raise UserError(f"calibration {path} line {number} has no text under any of the keys "
                             f"{', '.join(_KEYS)}")
@@ -121,14 +121,14 @@ def _matrices(source: ModelSource) -> list[TensorSpec]:
     groups = chain([projections], weights.layers, chain.from_iterable(weights.experts),
                    [weights.head])
     specs = {spec.name: spec for group in groups for spec in group.values()}
-    return [spec for spec in specs.values() if source.form.layout(spec) is not None]
+    return [spec for spec in specs.values() if source.weight_format.layout(spec) is not None]
 
 
 def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequence[list[int]],
              device: Device, args: EngineArgs) -> np.ndarray:
     """Run a model in 16 bits. Return the mean squares of all matrices, concatenated in float32."""
     squares = _InputSquares()
-    source.form = _MeasuringFormat(source.dtype, squares=squares,
+    source.weight_format = _MeasuringFormat(source.dtype, squares=squares,
                                    names=frozenset(spec.name for spec in specs),
                                    head=source.weights.head["lm_head"].name)
     policy = Policy(_BATCH, max(2, -(-len(sequences) // _BATCH)),
@@ -157,7 +157,7 @@ def _placement(source: ModelSource, device: Device, args: EngineArgs) -> Placeme
     """Return the placement of all weights on the fastest tier on which they fit."""
     names: dict[str, int] = {}
     for group in source.weights.groups():
-        names |= {spec.name: source.form.nbytes(spec) for spec in group.values()}
+        names |= {spec.name: source.weight_format.nbytes(spec) for spec in group.values()}
     limits = free_memory(args.offload_dir, device.free_bytes()).capped(
         cpu=args.memory_limit, gpu=args.device_memory_limit)
     nbytes = sum(names.values()) + _BESIDE

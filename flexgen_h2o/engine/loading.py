@@ -86,8 +86,9 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
     rank = control.rank_context(
         policy, device, layer_costs=_layer_costs(source.config), bounds=args.bounds,
         workload=workload,
-        form=f"{source.config}, {source.dtype}, {args.weight_bits} bits, {args.activation_bits} of "
-        f"activations, calibration {source.calibration or None}, {cache}, {policy}")
+        fingerprint=f"{source.config}, {source.dtype}, {args.weight_bits} bits, "
+        f"{args.activation_bits} of activations, "
+        f"calibration {source.calibration or None}, {cache}, {policy}")
     if rank is not None:
         workload = rank.workload
         args = replace(args, cache=replace(cache, h2o=rank.stage.h2o(cache.h2o)))

@@ -239,7 +239,7 @@ class Runner:
         if args.policy.sep_layer:
             weights = weights.separated()
         self.weights = WeightStore(
-            weights, WeightFiles(checkpoint, names, source.form, self._transfers,
+            weights, WeightFiles(checkpoint, names, source.weight_format, self._transfers,
                                  verify=args.verify),
             self._transfers, placement=placement, experts=experts,
             choices=choices, pin=args.policy.pin_weight,

@@ -115,7 +115,7 @@ class ModelSource:
     measure: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
     @cached_property
-    def form(self) -> WeightFormat:
+    def weight_format(self) -> WeightFormat:
         """Format of the loaded tensors. Groups are the checkpoint's if it has the same bits."""
         options = weight_options(self.codes, self.bits, self.config, self.quantization,
                                  on_gpu=self.on_gpu)
@@ -124,7 +124,7 @@ class ModelSource:
         return WeightFormat(self.dtype, options, frozenset(self.config.exact_shapes), float32)
 
     def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
-        """Return True if no file has the weights in `form`, so that the disk tier writes them."""
+        """Return True if the disk tier writes the weights: no file has them in `weight_format`."""
         if self.bits == 16:
             return self.dummy
         return weight_cache is None
@@ -137,17 +137,17 @@ class ModelSource:
         """
         if not self.dummy or self.bits == 16 or weight_cache is None:
             return None
-        form = self.form
-        sizes = {name: form.nbytes(spec) for name, spec in _specs(self.weights).items()}
+        weight_format = self.weight_format
+        sizes = {name: weight_format.nbytes(spec) for name, spec in _specs(self.weights).items()}
         shapes = [spec.shape for spec in _specs(self.weights).values()]
         title = f"{self.config.name.replace('/', '--')}-dummy-{self.bits}bit"
-        key = [seed, str(self.dtype), self.bits, form.options.group, shapes]
-        key += [sorted(form.options.mxfp4)] if form.options.mxfp4 else []
+        key = [seed, str(self.dtype), self.bits, weight_format.options.group, shapes]
+        key += [sorted(weight_format.options.mxfp4)] if weight_format.options.mxfp4 else []
         return PersistentOffloadFile(_weight_cache(weight_cache), title, key, sizes)
 
     def open(self, *, on_disk: bool, seed: int, weight_cache: str | os.PathLike | None,
              progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:
-        """Open the checkpoint in `form`, and return it with its name for each canonical name.
+        """Open the checkpoint in `weight_format`. Return it with its name for each canonical name.
 
         Weights on disk are read from the checkpoint's bytes at every step. If the dtype of more
         than `SMALL_SHARE` of them differs, a converted copy is made once. Quantized weights come
@@ -179,7 +179,7 @@ class ModelSource:
         else:
             checkpoint, names = self._resolve(specs, self.folder)
         if self.bits != 16:
-            checkpoint = QuantizingCheckpoint(checkpoint, names, self.form)
+            checkpoint = QuantizingCheckpoint(checkpoint, names, self.weight_format)
             if weight_cache is not None and (on_disk or self.bits != AUTO) and not self.dummy:
                 checkpoint = cached(checkpoint, self._files, cache=_weight_cache(weight_cache),
                                     title=self._title, calibration=self.calibration,
@@ -196,14 +196,15 @@ class ModelSource:
             dtype = str(self.dtype).removeprefix("torch.")
             folder = converted_folder(self.folder, dtype, progress=progress,
                                       views=_views(self.config),
-                                      float32={names[name] for name in self.form.float32})
+                                      float32={names[name] for name in self.weight_format.float32})
             checkpoint, names = self._resolve(specs, folder)
         return checkpoint, names
 
     def is_cached(self, weight_cache: str | os.PathLike | None) -> bool:
         """Return True if the weight cache has the quantized weights."""
         return weight_cache is not None and find_copy(
-            self._files, tag(self.form, self.calibration), _weight_cache(weight_cache)) is not None
+            self._files, tag(self.weight_format, self.calibration),
+            _weight_cache(weight_cache)) is not None
 
     @property
     def _files(self) -> list[Path]:
@@ -231,16 +232,16 @@ class ModelSource:
         if weight_cache is None:
             return measure()
         dtype = str(self.dtype).removeprefix("torch.")
-        form = f"{description}-{self.bits}bit-{self.activation_bits}-{dtype}"
+        key = f"{description}-{self.bits}bit-{self.activation_bits}-{dtype}"
         cache = _weight_cache(weight_cache)
-        if (folder := find_copy(self._files, form, cache)) is not None:
+        if (folder := find_copy(self._files, key, cache)) is not None:
             with suppress(OSError, ValueError):  # damaged
                 return np.load(folder / "constants.npy", allow_pickle=False)
         began = time.perf_counter()
         constants = measure()
         if time.perf_counter() - began > MIN_KEPT_SECONDS:
             with suppress(UserError):  # an unwritable folder must not end the run
-                build_once(self._files, form, self._title, lambda folder: np.save(
+                build_once(self._files, key, self._title, lambda folder: np.save(
                     folder / "constants.npy", constants, allow_pickle=False), cache=cache)
         return constants
 
@@ -268,7 +269,7 @@ class ModelSource:
         """Return True if more than a small share of the bytes is of another dtype in the file."""
         total = other = 0
         for name, spec in specs.items():
-            nbytes, (dtype, _) = self.form.nbytes(spec), self.form.stored(spec)
+            nbytes, (dtype, _) = self.weight_format.nbytes(spec), self.weight_format.stored(spec)
             info = checkpoint.info(names[name])
             plain = info.extent is not None and info.extent.offset % dtype.itemsize == 0
             total += nbytes

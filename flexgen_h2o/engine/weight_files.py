@@ -88,8 +88,8 @@ class WeightBuffer:
         """Return the content of the buffer, uint8 [nbytes or more], without the lead."""
         return content[self.lead : self.nbytes]
 
-    def views(self, content: torch.Tensor, specs: Mapping[str, TensorSpec], form: WeightFormat, *,
-              aligned: bool = False) -> dict[str, Weight]:
+    def views(self, content: torch.Tensor, specs: Mapping[str, TensorSpec],
+              weight_format: WeightFormat, *, aligned: bool = False) -> dict[str, Weight]:
         """Return the tensors by local name, as views of `content`.
 
         Parameters
@@ -99,7 +99,7 @@ class WeightBuffer:
             The content was copied without the lead.
         """
         lead = self.lead if aligned else 0
-        return {name: form.view(content, offset - lead, specs[name])
+        return {name: weight_format.view(content, offset - lead, specs[name])
                 for name, offset in self.offsets.items()}
 
 
@@ -242,7 +242,7 @@ class WeightFiles:
     checkpoint : Checkpoint
     names : mapping of str to str
         Canonical tensor name to the checkpoint's name.
-    form : WeightFormat
+    weight_format : WeightFormat
         Format of all tensors in memory and on the disk tier.
     transfers : Transfers
         Its disk and its device's host memory are used.
@@ -251,14 +251,14 @@ class WeightFiles:
 
     Attributes
     ----------
-    form : WeightFormat
+    weight_format : WeightFormat
     """
 
-    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str], form: WeightFormat,
-                 transfers: Transfers, *, verify: bool = False):
+    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str],
+                 weight_format: WeightFormat, transfers: Transfers, *, verify: bool = False):
         self._checkpoint = checkpoint
         self._names = names
-        self.form = form
+        self.weight_format = weight_format
         self._disk = transfers.disk
         self._device = transfers.device
         self._offloaded: dict[str, Extent] = {}
@@ -269,7 +269,7 @@ class WeightFiles:
         if spec.name in self._offloaded:
             return self._offloaded[spec.name]
         info = self._checkpoint.info(self._names[spec.name])
-        dtype, _ = self.form.stored(spec)
+        dtype, _ = self.weight_format.stored(spec)
         if info.extent is None or info.dtype != dtype:
             return None
         # A file with an odd header length does not align elements.
@@ -291,7 +291,7 @@ class WeightFiles:
         converted = {spec.name: spec for spec in specs if self.extent(spec) is None}
         if not converted:
             return
-        sizes = {name: self.form.nbytes(spec) for name, spec in converted.items()}
+        sizes = {name: self.weight_format.nbytes(spec) for name, spec in converted.items()}
         with contextlib.ExitStack() as opened:
             if offload_file is not None:
                 extents, missing = opened.enter_context(offload_file.writing(sizes))
@@ -326,7 +326,7 @@ class WeightFiles:
         buffer = WeightBuffer()
         for name, spec in specs.items():
             buffer.offsets[name] = buffer.nbytes
-            buffer.nbytes += round_up(self.form.nbytes(spec), ALIGN)
+            buffer.nbytes += round_up(self.weight_format.nbytes(spec), ALIGN)
         return buffer
 
     def fill(self, buffer: WeightBuffer, specs: Mapping[str, TensorSpec], out: torch.Tensor
@@ -377,7 +377,7 @@ class WeightFiles:
 
     def _convert(self, spec: TensorSpec, out: torch.Tensor, offset: int) -> None:
         """Read a tensor, convert or quantize it, and put it into `out` at an offset."""
-        dtype, shape = self.form.stored(spec)
+        dtype, shape = self.weight_format.stored(spec)
         self._checkpoint.read(self._names[spec.name], typed(out, offset, shape, dtype))
 
     def read_rows(self, spec: TensorSpec, index: torch.Tensor) -> tuple[Weight, torch.Tensor]:
@@ -397,14 +397,15 @@ class WeightFiles:
             The rows' numbers in these tiles.
         """
         rows, columns = spec.shape
-        layout = self.form.layout(spec)
+        layout = self.weight_format.layout(spec)
         height = 1 if layout is None else MATRIX_TILE
-        nbytes = self.form.nbytes(spec) // rows if layout is None else layout.tile_bytes
+        nbytes = self.weight_format.nbytes(spec) // rows if layout is None else layout.tile_bytes
         tiles, inverse = (index // height).unique(return_inverse=True)
         table = self.extent(spec)
         extents = [Extent(table.path, table.offset + tile * nbytes, nbytes)
                    for tile in tiles.tolist()]
         content, offsets = self.read_extents(extents)
         packed = torch.cat([content[offsets[extent] :][:nbytes] for extent in extents])
-        return (self.form.view(packed, 0, TensorSpec(spec.name, (len(extents) * height, columns))),
+        panels = TensorSpec(spec.name, (len(extents) * height, columns))
+        return (self.weight_format.view(packed, 0, panels),
                 inverse * height + index % height)

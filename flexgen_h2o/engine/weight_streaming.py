@@ -36,8 +36,9 @@ class RowShard(NamedTuple):
     on_disk: bool
 
 
-def shard_weights(specs: Mapping[str, TensorSpec], form: WeightFormat, placement: Placement, *,
-                  unsplit: Collection[str], layer_bytes: int) -> dict[str, list[RowShard]]:
+def shard_weights(specs: Mapping[str, TensorSpec], weight_format: WeightFormat,
+                  placement: Placement, *, unsplit: Collection[str], layer_bytes: int
+                  ) -> dict[str, list[RowShard]]:
     """Return the shards of all matrices that are at least in part on disk.
 
     Parameters
@@ -55,9 +56,10 @@ def shard_weights(specs: Mapping[str, TensorSpec], form: WeightFormat, placement
     for name, spec in specs.items():
         if len(spec.shape) != 2:
             continue
-        for rows in _shard_slices(spec, form, layer_bytes):
+        for rows in _shard_slices(spec, weight_format, layer_bytes):
             start, stop = (0, spec.shape[0]) if name in unsplit else (rows.start, rows.stop)
-            sizes[name, start, stop] = form.nbytes(TensorSpec(name, (stop - start, spec.shape[1])))
+            shard = TensorSpec(name, (stop - start, spec.shape[1]))
+            sizes[name, start, stop] = weight_format.nbytes(shard)
     sharded: dict[str, list[RowShard]] = {}
     for (name, start, stop), tier in assign(sizes.items(), placement).items():
         shards, on_disk = sharded.setdefault(name, []), tier == "disk"
@@ -67,14 +69,14 @@ def shard_weights(specs: Mapping[str, TensorSpec], form: WeightFormat, placement
     for name in sharded.keys() & set(unsplit):
         if sharded[name][0].on_disk:
             sharded[name] = [RowShard(rows, True)
-                             for rows in _shard_slices(specs[name], form, layer_bytes)]
+                             for rows in _shard_slices(specs[name], weight_format, layer_bytes)]
     return {name: shards for name, shards in sharded.items()
             if any(shard.on_disk for shard in shards)}
 
 
-def _shard_slices(spec: TensorSpec, form: WeightFormat, layer_bytes: int) -> list[slice]:
+def _shard_slices(spec: TensorSpec, weight_format: WeightFormat, layer_bytes: int) -> list[slice]:
     rows = spec.shape[0]
-    step = shard_rows(rows, form.nbytes(spec), layer_bytes)
+    step = shard_rows(rows, weight_format.nbytes(spec), layer_bytes)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
@@ -175,14 +177,15 @@ class ShardStream:
     def _part(self, unit: int, shard: RowShard, spec: TensorSpec, extent: Extent
               ) -> _DiskShard | tuple[slice, Any]:
         """Return a shard on disk, or the rows and content of one in memory."""
-        form, rows, columns = self._files.form, shard.rows, spec.shape[1]
+        weight_format, rows, columns = self._files.weight_format, shard.rows, spec.shape[1]
         part = TensorSpec(spec.name, (rows.stop - rows.start, columns))
-        skipped = form.nbytes(TensorSpec(spec.name, (rows.start, columns))) if rows.start else 0
-        extent = Extent(extent.path, extent.offset + skipped, form.nbytes(part))
+        before = TensorSpec(spec.name, (rows.start, columns))
+        skipped = weight_format.nbytes(before) if rows.start else 0
+        extent = Extent(extent.path, extent.offset + skipped, weight_format.nbytes(part))
         if shard.on_disk:
             return _DiskShard(unit, rows, part, WeightBuffer.of_extents({"shard": extent}))
         content, offsets = self._files.read_extents([extent])
-        return rows, form.view(content, offsets[extent], part)
+        return rows, weight_format.view(content, offsets[extent], part)
 
     def _parts(self, parts: Sequence[_DiskShard | tuple[slice, Any]], x: torch.Tensor
                ) -> Iterator[tuple[slice, Any]]:
@@ -191,7 +194,7 @@ class ShardStream:
             if isinstance(part, _DiskShard):
                 with self._use(part) as buffer:
                     yield part.rows, part.buffer.views(
-                        buffer.device, {"shard": part.spec}, self._files.form)["shard"]
+                        buffer.device, {"shard": part.spec}, self._files.weight_format)["shard"]
             else:
                 yield part
 

@@ -83,7 +83,7 @@ class WeightStore:
                  choices: ExpertChoices | None = None, pin: bool = True,
                  shard_prefetch: bool | None = None):
         self.files = files
-        self._form = files.form
+        self._weight_format = files.weight_format
         self._pin = pin
         self._transfers = transfers
         self._device: Device = transfers.device
@@ -107,7 +107,7 @@ class WeightStore:
     @property
     def options(self) -> WeightOptions:
         """Storage options of the matrices."""
-        return self._form.options
+        return self._weight_format.options
 
     def _specs(self) -> Iterator[TensorSpec]:
         """Yield all tensors, unit by unit; a tied tensor comes twice."""
@@ -115,7 +115,7 @@ class WeightStore:
             yield from unit.specs.values()
 
     def _bytes(self, spec: TensorSpec) -> int:
-        return self._form.nbytes(spec)
+        return self._weight_format.nbytes(spec)
 
     def _place(self, placement: Placement, experts: Placement | None,
                choices: ExpertChoices | None) -> dict[str, str]:
@@ -142,7 +142,7 @@ class WeightStore:
                 del specs[head.name]
         if self._stream is not None:
             self._shards = shard_weights(
-                specs, self._form, placement,
+                specs, self._weight_format, placement,
                 unsplit={self.units[0].specs[table].name for table in self._table_names},
                 layer_bytes=max(sum(map(self._bytes, unit.specs.values()))
                                 for unit in self.units[1:-1]))
@@ -238,7 +238,7 @@ class WeightStore:
             host[: len(source)].copy_(source)
         elif buffer.lead:
             ctypes.memmove(host.data_ptr(), source.data_ptr(), len(source))  # they overlap
-        unit.resident.update(buffer.views(host, specs, self._form, aligned=True))
+        unit.resident.update(buffer.views(host, specs, self._weight_format, aligned=True))
 
     def _tie_tables(self) -> None:
         """Find the lookup tables in memory, and share a tied one with the head."""
@@ -251,7 +251,8 @@ class WeightStore:
                 head.resident.update(dict.fromkeys(tied, embed.resident[table]))
             for part in embed.fetched:
                 if part.host is not None and table in part.offsets:
-                    self._tables[table] = part.views(part.host, embed.specs, self._form)[table]
+                    views = part.views(part.host, embed.specs, self._weight_format)
+                    self._tables[table] = views[table]
                     content = part.host[part.offsets[table] :][: self._bytes(spec)]
                     head.fetched[:0] = [WeightBuffer(len(content), {name: 0}, host=content)
                                         for name in tied]
@@ -338,7 +339,7 @@ class WeightStore:
         weights = dict(unit.resident)
         start = 0
         for part in unit.fetched:
-            weights.update(part.views(staging.device[start:], unit.specs, self._form,
+            weights.update(part.views(staging.device[start:], unit.specs, self._weight_format,
                                       aligned=self._device.separate))
             start += round_up(part.nbytes, PAGE)
         return weights
@@ -346,7 +347,7 @@ class WeightStore:
     def host_weights(self, unit: Unit) -> dict[str, Weight]:
         """Return the weights of a unit by local name that are in the host memory of a GPU."""
         return {name: weight for part in unit.fetched if part.host is not None
-                for name, weight in part.views(part.host, unit.specs, self._form).items()}
+                for name, weight in part.views(part.host, unit.specs, self._weight_format).items()}
 
     def reset(self) -> None:
         """Drop all fetches that have not been used; call it between runs."""
@@ -377,7 +378,7 @@ class WeightStore:
         if weight is None:
             weight, index = self.files.read_rows(self.units[0].specs[table], index)
         if isinstance(weight, QuantizedMatrix):
-            rows = ops.unpack_rows(weight, index.to(weight.data.device), self._form.dtype)
+            rows = ops.unpack_rows(weight, index.to(weight.data.device), self._weight_format.dtype)
         else:
             rows = weight[index.to(weight.device)]
         return rows.to(self._device.torch)

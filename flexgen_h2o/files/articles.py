@@ -41,14 +41,14 @@ def select_articles(texts: Iterable[str], encode: Callable[[str], Sequence[int]]
 
     Each is cut to `max_tokens`; `encode` tokenizes a text. Raises `UserError` if there are too few.
     """
-    sentences: list[list[int]] = []
+    selected: list[list[int]] = []
     for text in texts:
         ids = list(encode(text))
         if len(ids) >= min_tokens:
-            sentences.append(ids[:max_tokens])
-            if len(sentences) == articles:
-                return sentences
-    raise UserError(f"--input-path has {len(sentences)} articles of at least {min_tokens} tokens "
+            selected.append(ids[:max_tokens])
+            if len(selected) == articles:
+                return selected
+    raise UserError(f"--input-path has {len(selected)} articles of at least {min_tokens} tokens "
                     f"and {articles} are needed: lower --articles or --min-tokens")
 
 

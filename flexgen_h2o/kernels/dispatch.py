@@ -82,7 +82,7 @@ TABLE = (
                   "in separate passes (benchmarks/results/xeon-amx)."),
 )
 """The first line that matches decides. Times are for bfloat16 on two cores, unless a line says
-else."""
+otherwise."""
 
 ARCHITECTURES = ("float32", "sm_75", "sm_80", "sm_90")
 """Values of `sets` in `GPU_TABLE`: the first architecture of a range, or float32 on any GPU."""

@@ -82,7 +82,7 @@ def stats_table(stats: RunStats) -> str:
     rows = [
         ("model", f"{stats.model}, {stats.num_parameters / 1e6:,.1f} M parameters", ""),
         ("computed in", f"{stats.dtype} on {stats.device}", ""),
-        ("weights", _of_the_weights(stats), ""),
+        ("weights", _weights_text(stats), ""),
         ("batch", f"{stats.gpu_batch_size} sequences x {stats.num_gpu_batches} in a block", ""),
         ("prompts", f"{stats.num_prompts}, of {stats.prompt_tokens} tokens", ""),
         ("generated", f"{stats.generated_tokens} tokens", mark),
@@ -99,7 +99,7 @@ def stats_table(stats: RunStats) -> str:
          f"p95 {_figure(stats.latency_p95_seconds, 's')}{cut}"),
         ("peak memory", f"process {stats.peak_process_bytes / GB:.2f} GB",
          f"device {stats.peak_device_bytes / GB:.2f} GB" if stats.peak_device_bytes else ""),
-        ("KV cache", f"{stats.kv_cache_bytes / GB:.3f} GB", _of_the_cache(stats)),
+        ("KV cache", f"{stats.kv_cache_bytes / GB:.3f} GB", _cache_text(stats)),
     ]
     if stats.acceptance_rate is not None:
         rows.append(("speculation", f"{100 * stats.acceptance_rate:.1f} % accepted",
@@ -109,7 +109,7 @@ def stats_table(stats: RunStats) -> str:
         rows.append(("experts", f"{stats.expert_bytes / GB:.3f} GB", "none had to be loaded"
                      if hits is None else f"{100 * hits:.1f} % hits" + cut))
     if stats.recall_hit_rate is not None:
-        rows.append(("recall from disk", f"{100 * stats.recall_hit_rate:.1f} % in memory",
+        rows.append(("selective fetch", f"{100 * stats.recall_hit_rate:.1f} % in memory",
                      f"waited {stats.recall_wait_seconds:.3f} s for the others" + cut))
     for link, (nbytes, busy) in stats.links.items():
         rate = _figure(ratio(nbytes / GB, busy), "GB/s")
@@ -138,14 +138,14 @@ def _prediction(stats: RunStats) -> list[tuple[str, str, str]]:
              "" if share is None else f"{share:.2f} of prefill and decode")]
 
 
-def _of_the_weights(stats: RunStats) -> str:
+def _weights_text(stats: RunStats) -> str:
     quantized = f", matrices in {stats.weight_bits} bits" if stats.weight_bits != 16 else ""
     if isinstance(stats.weight_bits, str):
         quantized = ", matrices as the GGUF file quantizes them"
     return f"{stats.weight_bytes / GB:.3f} GB{quantized}"
 
 
-def _of_the_cache(stats: RunStats) -> str:
+def _cache_text(stats: RunStats) -> str:
     """Return bytes per token, and the ratio to the full cache if it differs."""
     used, full = stats.kv_cache_bytes, stats.full_kv_cache_bytes
     size = f"{full / GB:.3f}" if full < GB else f"{full / GB:.3g}"

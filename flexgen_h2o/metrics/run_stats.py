@@ -18,7 +18,7 @@ EXPERTS = ("expert_touches", "expert_hits", "expert_loads", "expert_prefetches",
 
 @dataclass(kw_only=True)
 class RunStats:
-    """Statistics of one call of generate, warm-up excluded.
+    """Statistics of a call, one of its blocks or a turn of a stream, warm-up excluded.
 
     Attributes
     ----------
@@ -159,7 +159,7 @@ class RunStats:
 
     @property
     def recall_hit_rate(self) -> float | None:
-        """Hits / selected tokens of a cache on disk. None without any."""
+        """Hits / selected tokens of selective fetch. None without any."""
         return ratio(self.recall_hits, self.recall_hits + self.recall_loads)
 
     @property

@@ -157,9 +157,10 @@ def predict(hardware: Hardware, run: PlannedRun, prompts: int | None = None,
                           num_gpu_batches=count)
         estimates.append(estimate(hardware, replace(
             run, workload=partial, groups=min(run.groups, count))))
-    return PlanCandidate(run, full_block, blocks * block + last_prompts,
-                  prefill_seconds=sum(forecast.prefill.seconds for forecast in estimates),
-                  decode=sum(forecast.steps * forecast.step.seconds for forecast in estimates))
+    return PlanCandidate(
+        run, full_block, blocks * block + last_prompts,
+        prefill_seconds=sum(forecast.prefill.seconds for forecast in estimates),
+        decode_seconds=sum(forecast.steps * forecast.step.seconds for forecast in estimates))
 
 
 def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> list[PlanCandidate]:

@@ -28,7 +28,7 @@ def test_nothing_is_predicted_to_beat_the_roofline(gpu, weights, cache, batch, l
     hardware = replace(GPU if gpu else CPU, interference=0.2, read_interference=0.4)
     best, found = ideal_plan(hardware, run, prompts), predict(hardware, run, prompts)
     assert best.sequences == found.sequences
-    for phase in ("prefill", "decode"):
+    for phase in ("prefill_seconds", "decode_seconds"):
         assert 0 <= getattr(best, phase) <= getattr(found, phase) * (1 + 1e-9)
     assert best.prefill_seconds > 0
 

@@ -116,16 +116,17 @@ def _run_first_replica(options: BatchOptions, place: ReplicaRank, queue: WindowQ
         with _open_results(options) as (results, errors), _open_input(options) as source:
             config, _, _ = _resolve_plan(options, source)
             remaining, progress = _resume(options, config, source, results=results, errors=errors)
-            size, published = data_parallel.lead(queue, source, options, remaining), True
+            size, published = data_parallel.publish_job(queue, source, options, remaining), True
             with _report_partial(progress):
                 _answer_windows(options, place, queue, (remaining, size), pipeline=pipeline,
                                 source=source, progress=progress, files=(results, errors))
                 queue.wait_for_others()
-                progress.add(**data_parallel.absorb(source, results=results, errors=errors))
+                progress.add(**data_parallel.merge_replica_files(
+                    source, results=results, errors=errors))
             return _report(options, config, progress, None)
     except UserError as error:
         if not published:
-            data_parallel.refuse(queue, str(error))
+            data_parallel.publish_error(queue, str(error))
             queue.wait_for_others()
         raise
 
@@ -134,7 +135,7 @@ def _run_other_replica(options: BatchOptions, place: ReplicaRank, queue: WindowQ
             pipeline: Pipeline | None) -> int:
     """Answer windows of the job that replica 0 publishes."""
     with _open_input(options) as source:
-        windows = data_parallel.follow(queue, source)
+        windows = data_parallel.receive_job(queue, source)
         progress = JobProgress(len(source), 0, 0, None, shown=False)
         with data_parallel.own_file(options, place) as results:
             _answer_windows(options, place, queue, windows, pipeline=pipeline, source=source,
@@ -230,23 +231,23 @@ def _resume(options: BatchOptions, config: RunConfig, source: JobInput, *, resul
     """
     settings = SettingsFile("--output", str(options.output), options.settings(config),
                             RESUME_SETTINGS)
-    files, rank_files = {results, errors}, data_parallel.rank_files(results.path)
+    files, replica_files = {results, errors}, data_parallel.replica_files(results.path)
     if options.overwrite:
         for file in files:
             file.clear()
-        for path in rank_files:
+        for path in replica_files:
             with ResultsFile("--output", path) as file:  # raises if the file is being written
                 file.clear()
-        rank_files = []
-    if all(file.empty for file in files) and not rank_files:
+        replica_files = []
+    if all(file.empty for file in files) and not replica_files:
         with catch_write_errors("--output", settings.path):
             settings.write()
-    elif results.empty and not rank_files and not os.path.exists(settings.path):
+    elif results.empty and not replica_files and not os.path.exists(settings.path):
         raise UserError(f"--errors {errors.path} has lines of another job, as {settings.path} is "
                         "not there: choose another file, or delete this one")
     else:
         settings.check()
-    data_parallel.absorb(source, results=results, errors=errors)
+    data_parallel.merge_replica_files(source, results=results, errors=errors)
     answered, succeeded = np.zeros(len(source), bool), np.zeros(len(source), bool)
     for file in files:
         places, failures = file.answered(source)

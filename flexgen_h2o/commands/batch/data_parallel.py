@@ -79,7 +79,8 @@ class _SharedJob(msgspec.Struct):
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
-def lead(queue: WindowQueue, source: JobInput, options: BatchOptions, remaining: np.ndarray) -> int:
+def publish_job(queue: WindowQueue, source: JobInput, options: BatchOptions,
+                remaining: np.ndarray) -> int:
     """Publish the requests that are left, as replica 0. Return the requests of a window."""
     config = options.run
     size = window_size(len(remaining), queue.replicas, limit=options.window,
@@ -91,12 +92,12 @@ def lead(queue: WindowQueue, source: JobInput, options: BatchOptions, remaining:
     return size
 
 
-def refuse(queue: WindowQueue, error: str) -> None:
+def publish_error(queue: WindowQueue, error: str) -> None:
     """End the other replicas with an error, as replica 0, before the job begins."""
     queue.publish(msgspec.json.encode(_SharedJob(error=error)).decode())
 
 
-def follow(queue: WindowQueue, source: JobInput) -> tuple[np.ndarray, int]:
+def receive_job(queue: WindowQueue, source: JobInput) -> tuple[np.ndarray, int]:
     """Return the places of the requests that are left, and the requests of a window.
 
     Raises
@@ -155,13 +156,14 @@ def open_replica(config: RunConfig, place: ReplicaRank, pipeline: Pipeline | Non
     return open_on_ranks(config, pipeline, progress=False)
 
 
-def rank_files(output: str) -> list[str]:
+def replica_files(output: str) -> list[str]:
     """Return the files of replicas beside a results file."""
     return sorted(path for path in glob.glob(f"{glob.escape(output)}.rank*")
                   if re.fullmatch(r"\.rank\d+", path[len(output):]))
 
 
-def absorb(source: JobInput, *, results: ResultsFile, errors: ResultsFile) -> dict[str, int]:
+def merge_replica_files(source: JobInput, *, results: ResultsFile, errors: ResultsFile
+                        ) -> dict[str, int]:
     """Merge the replicas' files into the results, one answer for each request, and remove them.
 
     Parameters
@@ -180,7 +182,7 @@ def absorb(source: JobInput, *, results: ResultsFile, errors: ResultsFile) -> di
         A file is being written, or has a line that is no result of this job.
     """
     counts = dict.fromkeys(("answered", "failed", "prompt_tokens", "generated_tokens"), 0)
-    paths = rank_files(results.path)
+    paths = replica_files(results.path)
     answered = np.zeros(len(source), bool)
     for file in {results, errors} if paths else ():
         answered[file.answered(source)[0]] = True

@@ -140,13 +140,13 @@ class FusedExperts:
     parts : tuple of GgufTensor
         One tensor of the file, or gate and up: [experts, outputs, inputs], or [experts, outputs]
         for biases.
-    form : str
+    arrangement : str
         "rows" (Granite), "columns" (Llama 4), or for gpt-oss "values", "blocks" (codes of MXFP4)
         or "scales" (exponents of MXFP4).
     """
 
     parts: tuple[GgufTensor, ...]
-    form: str = "values"
+    arrangement: str = "values"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,25 +155,25 @@ class FusedExperts:
         outputs *= len(self.parts)
         if not inputs:
             return experts, outputs
-        if self.form == "rows":
+        if self.arrangement == "rows":
             return experts, outputs, inputs[0]
-        if self.form in ("columns", "values"):
+        if self.arrangement in ("columns", "values"):
             return experts, inputs[0], outputs
         groups = inputs[0] // _MXFP4_BLOCK
-        return (experts, outputs, groups, 16) if self.form == "blocks" else (experts, outputs,
-                                                                             groups)
+        scales = experts, outputs, groups
+        return (*scales, 16) if self.arrangement == "blocks" else scales
 
     def dtype(self, target: torch.dtype) -> torch.dtype:
         """Return the dtype of the tensor in a converted model of dtype `target`."""
-        return target if self.form in ("rows", "columns", "values") else torch.uint8
+        return target if self.arrangement in ("rows", "columns", "values") else torch.uint8
 
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
         """Yield the values or bytes of one expert at a time."""
         for expert in range(self.shape[0]):
             parts = [self._expert(part, expert) for part in self.parts]
-            rows = (torch.cat(parts) if self.form in ("rows", "columns")
+            rows = (torch.cat(parts) if self.arrangement in ("rows", "columns")
                     else torch.stack(parts, dim=1).flatten(0, 1))
-            if self.form in ("columns", "values") and rows.dim() == 2:
+            if self.arrangement in ("columns", "values") and rows.dim() == 2:
                 rows = rows.T.contiguous()
             yield rows.to(self.dtype(target))[None]
 
@@ -185,10 +185,12 @@ class FusedExperts:
             return dequantize(rows, part.kind)[0]
         rows = torch.from_numpy(np.array(
             part.packed(slice(expert * outputs, (expert + 1) * outputs))))
-        if self.form in ("rows", "columns", "values"):
+        if self.arrangement in ("rows", "columns", "values"):
             return dequantize(rows, part.kind)
         blocks = rows.view(outputs, inputs[0] // _MXFP4_BLOCK, 17)
-        return blocks[..., 0] if self.form == "scales" else interleave_nibbles(blocks[..., 1:])
+        if self.arrangement == "scales":
+            return blocks[..., 0]
+        return interleave_nibbles(blocks[..., 1:])
 
 
 def fused_experts(source: Path, prefix: str, kind: Architecture, parts: Mapping[str, GgufTensor]
@@ -198,7 +200,7 @@ def fused_experts(source: Path, prefix: str, kind: Architecture, parts: Mapping[
     Raises `UserError` if one is missing or their shapes do not fit together.
     """
     gpt_oss = kind.model_type == "gpt_oss"
-    form = {"gpt_oss": "values", "llama4_text": "columns"}.get(kind.model_type, "rows")
+    arrangement = {"gpt_oss": "values", "llama4_text": "columns"}.get(kind.model_type, "rows")
     for suffix, end in (("weight", ""), ("bias", "_bias")) if gpt_oss else (("weight", ""),):
         for name, projections in zip(kind.fused_experts, (("gate", "up"), ("down",)), strict=True):
             missing = [f"ffn_{projection}_exps.{suffix}" for projection in projections
@@ -212,10 +214,10 @@ def fused_experts(source: Path, prefix: str, kind: Architecture, parts: Mapping[
             if not fits or math.prod(shape[1:]) > _MAX_ELEMENTS:
                 raise UserError(f"{source}: the tensors of {prefix}{name}{end} do not fit together")
             if suffix == "weight" and blocks.name == "MXFP4" and gpt_oss:
-                for form in ("blocks", "scales"):
-                    yield f"{prefix}{name}_{form}", FusedExperts(stacked, form)
+                for arrangement in ("blocks", "scales"):
+                    yield f"{prefix}{name}_{arrangement}", FusedExperts(stacked, arrangement)
             else:
-                yield f"{prefix}{name}{end}", FusedExperts(stacked, form)
+                yield f"{prefix}{name}{end}", FusedExperts(stacked, arrangement)
 
 
 @dataclass(frozen=True)
