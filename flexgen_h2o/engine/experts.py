@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.kernels.cpu.experts import ExpertTable, experts, max_expert_rows
 from flexgen_h2o.kernels.matrix import ShardedMatrix
 from flexgen_h2o.models import family
+from flexgen_h2o.models.decoder import norm
 from flexgen_h2o.models.layers import Operations, activation
 from flexgen_h2o.models.mixture import MixtureDecoder
 from flexgen_h2o.models.model_config import ModelConfig
@@ -311,7 +313,8 @@ class ExpertLayers:
         Parameters
         ----------
         w : mapping of str to Weight
-            Weights of the layer's second half: those of the shared expert, if there is one.
+            Weights of the layer's second half: those of the shared expert and of the norm of the
+            output, if there are such.
         x : Tensor [rows, hidden]
             Updated in place.
         """
@@ -319,13 +322,17 @@ class ExpertLayers:
             self._compute()
             self._computed = True
         first, _ = self._rows(batch, forward_pass)
-        place = slice(first, first + len(x))
-        if self._config.experts.shared_ffn_size:
-            for start in range(0, len(x), ROW_BLOCK):
-                rows = slice(first + start, min(first + start + ROW_BLOCK, place.stop))
-                self._sums[rows] += self._family.shared(
-                    self._config, w, self._inputs[rows], self._operations)
-        x.add_(self._sums[place], alpha=self._config.residual_scale)
+        end, config, operations = first + len(x), self._config, self._operations
+        vectors: Any = w  # norms are Tensors
+        for start in range(first, end, ROW_BLOCK):
+            rows = slice(start, min(start + ROW_BLOCK, end))
+            out = self._sums[rows]
+            if config.experts.shared_ffn_size:
+                out += self._family.shared(config, w, self._inputs[rows], operations)
+            if "post2" in w:
+                normed = operations.get("normed", tuple(out.shape), x.dtype).copy_(out)
+                out = norm(config, vectors, "post2", normed, operations, out=normed)
+            x[rows.start - first : rows.stop - first].add_(out, alpha=config.residual_scale)
 
     def _compute(self) -> None:
         """Sum the outputs of all chosen experts, in the order in which experts are ready."""

@@ -33,8 +33,9 @@ _MAX_EXPERTS = 1 << 16  # each has a place in tables; the largest of published m
 class MixtureDecoder(Decoder):
     """A family whose layers have experts in place of an MLP, except for `ModelConfig.dense_layers`.
 
-    The first half of a layer with experts has the norm "router_norm" and the router "router", the
-    second half the shared expert, if there is one.
+    The first half of a layer with experts has the norm "router_norm", if there is one, and the
+    router "router". The second half has the shared expert and the norm "post2" of the output, if
+    there are such.
 
     Attributes
     ----------
@@ -155,11 +156,11 @@ class MixtureDecoder(Decoder):
         Parameters
         ----------
         w : mapping
-            With ``router_norm`` [hidden], ``router`` [experts, hidden] and maybe
-            ``router_norm_bias`` [hidden], ``router_bias`` and ``router_correction`` [experts].
+            With ``router`` [experts, hidden] and maybe ``router_norm`` and ``router_norm_bias``
+            [hidden], ``router_bias`` and ``router_correction`` [experts].
         x : Tensor [rows, hidden]
         out : Tensor [rows, hidden]
-            Receives the norm of x, which is the input of the experts.
+            Receives the norm of x, or x if there is none: the input of the experts.
 
         Returns
         -------
@@ -167,7 +168,10 @@ class MixtureDecoder(Decoder):
         routing_weights : float32 Tensor [rows, per_token]
             The weight of each expert's output.
         """
-        norm(cfg, w, "router_norm", x, ops, out=out)
+        if "router_norm" in w:
+            norm(cfg, w, "router_norm", x, ops, out=out)
+        else:
+            ops.copy_(out, x)
         return ops.route(out, w["router"], w.get("router_bias"), w.get("router_correction"),
                          per_token=cfg.experts.per_token, config=cfg.experts.router)
 
@@ -239,9 +243,19 @@ def read_grouped_router(f: Fields) -> RouterConfig:
 
 
 def read_leading_dense(f: Fields) -> tuple[bool, ...]:
-    """Return, for each layer, whether it has an MLP: the first first_k_dense_replace have."""
-    dense = f.value(Annotated[int, Meta(ge=0)], "first_k_dense_replace")
-    return tuple(layer < dense for layer in range(f.count("num_hidden_layers"))) if dense else ()
+    """Return, for each layer, whether it has an MLP; empty if all have experts.
+
+    It follows from mlp_layer_types or, without this key, from first_k_dense_replace.
+    """
+    layers, kinds = f.count("num_hidden_layers"), f.raw("mlp_layer_types")
+    if kinds is None:
+        dense = f.value(Annotated[int, Meta(ge=0)], "first_k_dense_replace")
+        return tuple(layer < dense for layer in range(layers)) if dense else ()
+    kinds = f.fit(list[str], list(kinds) if isinstance(kinds, tuple) else kinds, "mlp_layer_types")
+    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise UserError(f"{f.name}: config value mlp_layer_types must say dense or sparse for each "
+                        f"of {layers} layers")
+    return tuple(kind == "dense" for kind in kinds) if "dense" in kinds else ()
 
 
 def read_dense_layers(f: Fields) -> tuple[bool, ...]:

@@ -45,6 +45,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
     "ernie4_5_moe": "ernie4_5_moe",
     "phimoe": "phimoe",
     "llama4_text": "llama4",
+    "exaone_moe": "exaone_moe",
+    "flex_olmo": "flex_olmo",
     "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe",
     "qwen3_next": "qwen3_next",

@@ -138,7 +138,7 @@ def test_chunked_and_equal_prompts(tiny_model, wanted, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("key", [
     "mixtral", "qwen2_moe_dense", "gpt_oss", "glm4_moe", "minimax_m2", "phimoe", "ernie4_5_moe",
-    "llama4",
+    "llama4", "flex_olmo",
     *selection.full("granitemoe", "granitemoeshared", "dots1", "solar_open")])
 def test_h2o_equals_the_masked_simulation(tiny_model, tmp_path, key):
     folder = tiny_model(key).folder

@@ -269,7 +269,8 @@ def _grouped(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_group_count(config.n_group)
     writer.add_expert_group_used_count(config.topk_group)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_shared_count(getattr(config, "n_shared_experts", None)
+                                   or config.num_shared_experts)
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_weights_norm(config.norm_topk_prob)
@@ -297,6 +298,11 @@ def _older_latent(writer: GGUFWriter, config: Any) -> None:
     writer.add_rope_dimension_count(config.qk_rope_head_dim)
     writer.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
     writer.add_value_length(config.v_head_dim)
+
+
+def _exaone_moe(writer: GGUFWriter, config: Any) -> None:
+    _grouped(writer, config)
+    _olmo3(writer, config)
 
 
 def _llama4(writer: GGUFWriter, config: Any) -> None:
@@ -420,6 +426,10 @@ CASES: dict[str, Case] = {
     "deepseek2 lite": Case("deepseek2", "deepseek_v2", {
         **_GROUPED, **_HEADS, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
         "norm_topk_prob": False, "topk_method": "greedy"}, _older_latent),
+    "exaone-moe": Case("exaone-moe", "exaone_moe", {
+        **{key: _GROUPED[key] for key in _GROUPED if not key.endswith("d_experts")},
+        "num_experts": 6, "num_shared_experts": 2, "num_hidden_layers": 4,
+        "num_nextn_predict_layers": 0, "sliding_window": 16}, _exaone_moe, _correction),
     "llama4": Case("llama4", "llama4_text", {
         "num_hidden_layers": 4, "num_local_experts": 5, "head_dim": 12, "intermediate_size": 16,
         "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2, "rope_parameters": {

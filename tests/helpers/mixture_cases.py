@@ -113,6 +113,20 @@ def _granite(name, **options):
         "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 0.5} | options)
 
 
+def _exaone(**options):
+    from transformers import ExaoneMoeConfig
+
+    return ExaoneMoeConfig(**_GROUPED | {
+        "num_experts": 12, "num_shared_experts": 2, "sliding_window": 7, "head_dim": 6} | options)
+
+
+def _flex_olmo():
+    from transformers import FlexOlmoConfig
+
+    return FlexOlmoConfig(**SIZES | {"num_key_value_heads": 5, "num_experts": 7,
+                                     "num_experts_per_tok": 3, "pad_token_id": None})
+
+
 def _llama4(**options):
     from transformers import Llama4TextConfig
 
@@ -205,6 +219,10 @@ MIXTURES: dict[str, Callable[[], Any]] = {
     "granitemoeshared": lambda: _granite("GraniteMoeShared", shared_intermediate_size=21,
                                          attention_bias=True),
     "dots1": _dots1,
+    "exaone_moe": _exaone,
+    "exaone_moe_types": lambda: _exaone(
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"], sliding_window_pattern=2),
+    "flex_olmo": _flex_olmo,
     "llama4": _llama4,
     "llama4_plain": lambda: _llama4(use_qk_norm=False, attention_bias=True, moe_layers=[0, 1, 2, 3],
                                     no_rope_layers=[1, 0, 1, 1], attention_chunk_size=64,

@@ -95,7 +95,7 @@ class DeepSeek(MixtureDecoder):
             attention_bias=bias,
             out_bias=bias,
             experts=read_experts(f, router=_read_router(f), shared_experts="n_shared_experts"),
-            dense_layers=_read_dense_layers(f),
+            dense_layers=read_leading_dense(f),
         )
 
     def attention_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
@@ -217,19 +217,6 @@ def _read_router(f: Fields) -> RouterConfig:
     return RouterConfig(normalize=False, scale=f.number("routed_scaling_factor"), group_experts=1,
                         groups=f.count("n_group") if grouped else 1,
                         groups_per_token=f.count("topk_group") if grouped else 1)
-
-
-def _read_dense_layers(f: Fields) -> tuple[bool, ...]:
-    """Return for each layer whether it has an MLP: by mlp_layer_types, or the first ones."""
-    kinds = f.raw("mlp_layer_types")
-    if kinds is None:
-        return read_leading_dense(f)
-    layers = f.count("num_hidden_layers")
-    kinds = f.fit(list[str], list(kinds) if isinstance(kinds, tuple) else kinds, "mlp_layer_types")
-    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-        raise UserError(f"{f.name}: config value mlp_layer_types must say dense or sparse for each "
-                        f"of {layers} layers")
-    return tuple(kind == "dense" for kind in kinds) if "dense" in kinds else ()
 
 
 FAMILY = DeepSeek()

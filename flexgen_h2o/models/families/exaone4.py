@@ -5,6 +5,8 @@ In the 32B three of four layers have windows, and the others do not rotate.
 
 from __future__ import annotations
 
+from typing import Any
+
 from flexgen_h2o.models.families.olmo2 import Olmo2
 from flexgen_h2o.models.fields import Fields
 from flexgen_h2o.models.model_config import ModelConfig
@@ -23,18 +25,23 @@ class Exaone4(Olmo2):
     }
 
     def read(self, f: Fields) -> ModelConfig:
-        windows = f.window() is not None
-        local = f.local_layers(
-            lambda layer: windows and bool((layer + 1) % f.count("sliding_window_pattern")))
         return ModelConfig(
             **f.decoder("exaone4", read_rope(f)),
-            **nope([windows and not is_local for is_local in local]),
+            **read_windows(f),
             qk_norm=True,
-            attention=f.attention_variants(local),
         )
 
     def qk_norm_widths(self, cfg: ModelConfig) -> tuple[int, int]:
         return cfg.head_dim, cfg.head_dim
+
+
+def read_windows(f: Fields) -> dict[str, Any]:
+    """Return the fields of layers with windows and, beside these, of layers without rotation."""
+    windows = f.window() is not None
+    local = f.local_layers(
+        lambda layer: windows and bool((layer + 1) % f.count("sliding_window_pattern")))
+    return {**nope([windows and not is_local for is_local in local]),
+            "attention": f.attention_variants(local)}
 
 
 FAMILY = Exaone4()

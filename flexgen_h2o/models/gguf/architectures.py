@@ -318,6 +318,13 @@ def _glm4_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
             "use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensors}
 
 
+def _exaone_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    values = _grouped_moe(meta, head_dim)
+    shared = values.pop("n_shared_experts")
+    return {**values, **_exaone4(meta, head_dim), "num_shared_experts": shared,
+            "num_nextn_predict_layers": extra_layers(meta)}
+
+
 def _llama4(meta: Metadata, head_dim: int) -> dict[str, Any]:
     return {"use_qk_norm": meta.count("expert_count") != 128}  # as llama.cpp has it
 
@@ -499,6 +506,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
         layer=_table({name: value.replace("mlp.shared_experts", "mlp.shared_expert").replace(
                           "mlp.", "feed_forward.") for name, value in _SHARED_EXPERTS.items()
                       if name != "exp_probs_b"}, ffn_gate_inp="feed_forward.router")),
+    "exaone-moe": Architecture(
+        "exaone_moe", "ExaoneMoeForCausalLM", counts=_ROUTED, more=_exaone_moe,
+        fixed={"hidden_act": "silu"}, bare=_CORRECTION, float32=_ROUTER,
+        layer=_table(_SHARED_EXPERTS, _QK_NORMS, exp_probs_b="mlp.e_score_correction_bias")),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", more=_ernie4_5_moe, bare=_CORRECTION,
         counts=_table(_SIZES, moe_num_experts="expert_count", moe_k="expert_used_count",
