@@ -46,6 +46,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
     "phimoe": "phimoe",
     "llama4_text": "llama4",
     "exaone_moe": "exaone_moe",
+    "afmoe": "afmoe",
     "flex_olmo": "flex_olmo",
     "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe",

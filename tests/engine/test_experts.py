@@ -138,7 +138,7 @@ def test_chunked_and_equal_prompts(tiny_model, wanted, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("key", [
     "mixtral", "qwen2_moe_dense", "gpt_oss", "glm4_moe", "minimax_m2", "phimoe", "ernie4_5_moe",
-    "llama4", "flex_olmo",
+    "llama4", "flex_olmo", "afmoe",
     *selection.full("granitemoe", "granitemoeshared", "dots1", "solar_open")])
 def test_h2o_equals_the_masked_simulation(tiny_model, tmp_path, key):
     folder = tiny_model(key).folder
@@ -169,7 +169,7 @@ def test_experts_are_quantized_and_the_router_is_not(tiny_model, tmp_path, bits)
 
 
 @pytest.mark.parametrize("key", ["mixtral", "gpt_oss", "glm4_moe", "minimax_m2", "phimoe",
-                                 "llama4"])
+                                 "llama4", "afmoe"])
 def test_bfloat16_is_close_for_every_policy(tiny_model, tmp_path, key):
     """Sums in float32: the order in which experts arrive is less than a rounding."""
     folder, prompts = tiny_model(key).folder, make_prompts(97, [9, 4, 6])

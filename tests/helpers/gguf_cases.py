@@ -88,6 +88,8 @@ def _split_gates(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[s
 def _correction(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
     if name.endswith("e_score_correction_bias"):
         name, values = name.replace("_bias", ".bias"), values.reshape(-1)
+    if name.endswith("expert_bias"):
+        name += ".bias"
     yield name, values
 
 
@@ -300,6 +302,15 @@ def _older_latent(writer: GGUFWriter, config: Any) -> None:
     writer.add_value_length(config.v_head_dim)
 
 
+def _afmoe(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_shared_count(config.num_shared_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_leading_dense_block_count(config.num_dense_layers)
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(config.route_scale)
+    writer.add_sliding_window(config.sliding_window)
+
+
 def _exaone_moe(writer: GGUFWriter, config: Any) -> None:
     _grouped(writer, config)
     _olmo3(writer, config)
@@ -426,6 +437,10 @@ CASES: dict[str, Case] = {
     "deepseek2 lite": Case("deepseek2", "deepseek_v2", {
         **_GROUPED, **_HEADS, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
         "norm_topk_prob": False, "topk_method": "greedy"}, _older_latent),
+    "afmoe": Case("afmoe", "afmoe", {
+        **_EXPERTS, "num_hidden_layers": 4, "head_dim": 12, "moe_intermediate_size": 16,
+        "num_shared_experts": 2, "num_dense_layers": 1, "sliding_window": 16, "route_scale": 2.5,
+        "mup_enabled": True}, _afmoe, _correction),
     "exaone-moe": Case("exaone-moe", "exaone_moe", {
         **{key: _GROUPED[key] for key in _GROUPED if not key.endswith("d_experts")},
         "num_experts": 6, "num_shared_experts": 2, "num_hidden_layers": 4,

@@ -120,6 +120,15 @@ def _exaone(**options):
         "num_experts": 12, "num_shared_experts": 2, "sliding_window": 7, "head_dim": 6} | options)
 
 
+def _afmoe(**options):
+    from transformers import AfmoeConfig
+
+    return AfmoeConfig(**SIZES | {
+        "num_hidden_layers": 5, "head_dim": 6, "num_experts": 7, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 13, "num_dense_layers": 2, "sliding_window": 7,
+        "route_scale": 1.7, "mup_enabled": True} | options)
+
+
 def _flex_olmo():
     from transformers import FlexOlmoConfig
 
@@ -223,6 +232,9 @@ MIXTURES: dict[str, Callable[[], Any]] = {
     "exaone_moe_types": lambda: _exaone(
         mlp_layer_types=["sparse", "dense", "sparse", "sparse"], sliding_window_pattern=2),
     "flex_olmo": _flex_olmo,
+    "afmoe": _afmoe,
+    "afmoe_experts": lambda: _afmoe(num_dense_layers=0, mup_enabled=False, attention_bias=True,
+                                    global_attn_every_n_layers=2),
     "llama4": _llama4,
     "llama4_plain": lambda: _llama4(use_qk_norm=False, attention_bias=True, moe_layers=[0, 1, 2, 3],
                                     no_rope_layers=[1, 0, 1, 1], attention_chunk_size=64,

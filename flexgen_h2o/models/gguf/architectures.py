@@ -318,6 +318,15 @@ def _glm4_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
             "use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensors}
 
 
+def _afmoe(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    values = _grouped_moe(meta, head_dim)
+    return {**_alternating(meta, 4), "num_shared_experts": values["n_shared_experts"],
+            "num_dense_layers": values["first_k_dense_replace"],
+            "route_scale": values["routed_scaling_factor"],
+            "moe_intermediate_size": values["moe_intermediate_size"],
+            "attention_bias": biased(meta, "attn_q", "attn_k", "attn_v", "attn_output")}
+
+
 def _exaone_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
     values = _grouped_moe(meta, head_dim)
     shared = values.pop("n_shared_experts")
@@ -506,6 +515,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
         layer=_table({name: value.replace("mlp.shared_experts", "mlp.shared_expert").replace(
                           "mlp.", "feed_forward.") for name, value in _SHARED_EXPERTS.items()
                       if name != "exp_probs_b"}, ffn_gate_inp="feed_forward.router")),
+    "afmoe": Architecture(
+        "afmoe", "AfmoeForCausalLM", counts=_ROUTED, more=_afmoe, bare=_CORRECTION, float32=_ROUTER,
+        fixed={"hidden_act": "silu", "mup_enabled": True, "global_attn_every_n_layers": 4},
+        layer=_table(_SHARED_EXPERTS, _QK_NORMS, attn_gate="self_attn.gate_proj",
+                     post_attention_norm="post_attention_layernorm", ffn_norm="pre_mlp_layernorm",
+                     post_ffw_norm="post_mlp_layernorm", ffn_gate_inp="mlp.router.gate",
+                     exp_probs_b="mlp.expert_bias")),
     "exaone-moe": Architecture(
         "exaone_moe", "ExaoneMoeForCausalLM", counts=_ROUTED, more=_exaone_moe,
         fixed={"hidden_act": "silu"}, bare=_CORRECTION, float32=_ROUTER,
