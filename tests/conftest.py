@@ -15,6 +15,7 @@ from helpers import selection
 from helpers.error_cases import command_refused
 from helpers.fakes import LazyDevice, PoisonedDevice
 from helpers.tiny_models import TinyModel, make_tiny
+from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o.storage.tiers import Device
 
@@ -127,3 +128,10 @@ def tiny_model(tmp_path_factory) -> Callable[[str], TinyModel]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def words_model(tiny_model, tmp_path_factory) -> str:
+    """The folder of a tiny LLaMA with a tokenizer of words and a chat template."""
+    return with_words(tiny_model("llama").folder, tmp_path_factory.mktemp("words"),
+                      chat_template="{% for m in messages %}w1 {{ m.content }} {% endfor %}w2")

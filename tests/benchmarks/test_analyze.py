@@ -100,17 +100,3 @@ def test_sparsity_is_that_of_transformers_own_attention(numbers, command, tiny_m
              for row in read_csv(tmp_path / "out/sparsity.csv")}
     assert found == {(layer, head): pytest.approx(expected[layer, head].item(), abs=2e-3)
                      for layer in range(len(expected)) for head in range(expected.shape[1])}
-
-
-GIVEN = ["--input-path", "in.txt", "--output-dir", "out"]
-
-
-@pytest.mark.parametrize(("flags", "message"), [
-    ([], "give --input-path: a .jsonl file of articles"),
-    (GIVEN, "cannot read --input-path in.txt"),
-    ([*GIVEN, "--min-tokens", "3"], "--min-tokens must be at least 4"),
-    ([*GIVEN, "--budgets", "5", "--only", "scores", "evicted"],
-     "--budgets has no effect without local or misses in --only"),
-])
-def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, message):
-    refuses_flags(analyze.main, flags, message)

@@ -42,12 +42,7 @@ TWO = {"plain": {"baseline": "transformers_memory"},
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"system": {"a": {"baseline": "ours"}}}, "`system`"),
-    ({"systems": {"a": {"baseline": "vllm"}}}, "no baseline 'vllm'"),
     ({"systems": {"a": {"baseline": "ours", "cash_share": 1}}}, "unknown option 'cash_share'"),
-    ({"repeats": 0}, ">= 1"),
-    ({"scenarios": {"s": scenario(prompts="x.jsonl")}}, "prompt_len or prompts, one of them"),
-    ({"scenarios": {"s": scenario(most=8)}}, "scenario s: most is called max_batch"),
     ({"scenarios": {"s": scenario(systems=["other"])}}, "systems names 'other', which is none"),
 ])
 def test_invalid_comparison_configs_are_errors(bench, tmp_path, change, words):
@@ -166,23 +161,6 @@ def test_an_environment_that_is_missing_is_a_row_with_the_reason(bench, tmp_path
     answer = run(job | {"environment": str(python.parents[1])})
     assert answer["status"] == "failed"
     assert answer["reason"] == "killed by SIGILL: it needs another CPU"
-
-
-def test_a_row_has_the_perplexity_factor_of_its_mode(bench, tmp_path, monkeypatch):
-    path = tmp_path / "quality.csv"
-    path.write_text("model,mode,context_tokens,factor\na,m,256,1.5\na,m,3840,9\nb,m,256,2\n")
-    monkeypatch.setattr(bench.comparison, "QUALITY", path)
-    monkeypatch.setattr(bench.comparison, "QUALITY_MODEL", "b")
-    system = partial(bench.comparison.System, "s", "ours", {})
-
-    def quality(model, **others):
-        return tuple(system(**others).quality(model).values())
-
-    assert quality("a", mode="m") == ("m", "a", 1.5)
-    assert quality("opt", mode="m") == ("m", "b", 2)
-    assert quality("a", mode="other") == ("other", None, None)
-    assert quality("a", perplexity_factor=1.25) == (None, None, 1.25)
-    assert quality("a") == (None, None, None)
 
 
 @pytest.mark.full

@@ -10,7 +10,6 @@ import types
 
 import numpy as np
 import pytest
-from helpers.error_cases import error_line
 from helpers.fake_llm import FakeLLM, run_stats
 from helpers.read_back import read_csv
 
@@ -18,7 +17,7 @@ from flexgen_h2o.commands import stream
 from flexgen_h2o.commands.stream import Printer
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import Turn, read_conversations
+from flexgen_h2o.files.articles import Turn
 from flexgen_h2o.metrics.run_stats import RunStats
 
 
@@ -112,24 +111,6 @@ EVICT = ("--enable-h2o-generation", "--enable-position-rolling")
 
 
 # --- conversations
-
-
-def test_conversations_are_read(questions):
-    assert read_conversations(questions) == [
-        [Turn(81, 1, "Hi."), Turn(81, 2, "And?")], [Turn("b", 1, "Bye \u2028 now.")]]
-
-
-@pytest.mark.parametrize(("content", "message"), [
-    (b"\n \n", "holds no conversations"),
-    (b'{"turns": ["a"]}\n\n{"turns": ["b"]}\n', "line 2 is blank"),
-    (b'{"turns": ["a", " "]}\n', "line 1 has no list of texts"),
-    (b'{"turns": ["a"], "question_id": [1]}\n', "line 1 has a `question_id`"),
-])
-def test_invalid_conversation_files(tmp_path, content, message, capsys):
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(content)
-    assert run(path) == 2
-    error_line(capsys.readouterr().err, message)
 
 
 # --- the flags

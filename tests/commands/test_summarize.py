@@ -9,7 +9,7 @@ import types
 
 import pytest
 import yaml
-from helpers.error_cases import command_refused
+from helpers.error_cases import command_refused, refused
 from helpers.fake_llm import FakeLLM, run_stats
 from helpers.read_back import read_jsonl
 from helpers.tiny_tokenizers import WORDS, with_words
@@ -25,8 +25,7 @@ from flexgen_h2o.commands.summarize import table as summary_table
 from flexgen_h2o.commands.summarize.summaries import Rouge
 from flexgen_h2o.engine.detokenization import until
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files import articles as article_files
-from flexgen_h2o.files.articles import Article, first_sentence
+from flexgen_h2o.files.articles import Article
 from flexgen_h2o.files.rows import ResumableJsonl
 from flexgen_h2o.metrics import statistics
 
@@ -46,44 +45,6 @@ def write(path, records) -> str:
 
 
 # --- input
-
-
-def test_articles_are_read_as_they_are(tmp_path):
-    bare = {"article": " A b. C ", "summary_gt": "s"}
-    path = write(tmp_path / "a.jsonl", [article(1), bare, article(2, stop="x", max_tokens=3)])
-    found = article_files.read_summary_tasks(path)
-    assert found[0] == Article(article(1)["article"], "Text 1 has words", (STOP,), 8)
-    assert found[0].lead == f"Text 1 has {'many ' * 20}words."
-    assert found[1] == Article(" A b. C ", "s", (), 64) and found[1].lead == "A b."
-    assert (found[2].stop, found[2].max_tokens) == (("x",), 3)
-    few = article_files.read_summary_tasks(path, max_tasks=2, max_tokens=5)
-    assert [one.max_tokens for one in few] == [5, 5]
-
-
-@pytest.mark.parametrize(("record", "message"), [
-    ("{", "line 2 is not JSON"),
-    ('{"article": "a"}', "line 2 has no text under the key `summary_gt`"),
-    ('{"article": "a", "summary_gt": "b", "stop": [1]}', "line 2: `stop` must be a text or"),
-    ('{"article": "a", "summary_gt": "b", "max_tokens": true}', "line 2: `max_tokens` must be a"),
-])
-def test_a_bad_line_is_told_with_its_number(tmp_path, record, message):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(article(1)) + "\n" + record + "\n", encoding="utf-8")
-    with pytest.raises(UserError, match=message):
-        article_files.read_summary_tasks(str(path))
-    assert len(article_files.read_summary_tasks(str(path), max_tasks=1)) == 1 or "JSON" in message
-
-
-@pytest.mark.parametrize(("text", "first"), [
-    ("Mr. Smith met Dr. Jones. They spoke.", "Mr. Smith met Dr. Jones."),
-    ("The U.S. Senate met J. Doe at 5.30 p.m. on Monday. Then it left.",
-     "The U.S. Senate met J. Doe at 5.30 p.m. on Monday."),
-    ('He said: "Stop!" She did.', 'He said: "Stop!"'),
-    ("Why? 12 said so.", "Why?"),
-    ("It cost 3.5 million. £2 were mine.", "It cost 3.5 million."),
-])
-def test_the_first_sentence(text, first):
-    assert first_sentence(text) == first
 
 
 @given(st.text(st.sampled_from("aB. #\n"), max_size=30),
@@ -203,8 +164,7 @@ def test_results_that_cannot_be_resumed(tmp_path, damage, message):
     lines(tmp_path).add([{"i": 0}])
     damage(tmp_path)
     before = (tmp_path / "o.jsonl").read_bytes()
-    with pytest.raises(UserError, match=message):
-        lines(tmp_path).read()
+    refused(lambda: lines(tmp_path).read(), match=message)
     assert (tmp_path / "o.jsonl").read_bytes() == before
 
 

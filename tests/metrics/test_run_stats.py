@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from helpers.error_cases import refused
 from helpers.fake_llm import run_stats
 from helpers.internals import kept_intervals
 from helpers.read_back import read_csv
@@ -79,8 +80,7 @@ def test_projection_extends_decode_by_the_mean_step():
 
 def test_projection_needs_a_step():
     stats = make_stats(generated_tokens=4, step_seconds=[], decode_seconds=0.0)
-    with pytest.raises(UserError, match="no decode step"):
-        stats.project(cut=1, gen_len=8)
+    refused(lambda: stats.project(cut=1, gen_len=8), match="no decode step")
     assert stats.project(cut=1, gen_len=1).generated_tokens == 4
 
 

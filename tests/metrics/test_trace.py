@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.error_cases import refused
 from helpers.internals import before_blocks, origin_of
 
 from flexgen_h2o import LLM
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.provenance import sampled_memory
 from flexgen_h2o.metrics.trace import DEVICE_MEMORY, PROCESS_MEMORY, Trace
 
@@ -113,6 +113,5 @@ def test_a_model_is_sampled_while_it_is_loaded_and_runs(tiny_model, monkeypatch)
         with pytest.raises(RuntimeError, match="boom"):
             llm.generate([[5, 6, 7]], max_new_tokens=2)
         assert not samplers()
-    with pytest.raises(UserError):
-        LLM(str(Path(folder) / "absent"), trace=trace)
+    refused(lambda: LLM(str(Path(folder) / "absent"), trace=trace))
     assert not samplers()
