@@ -23,7 +23,10 @@ from flexgen_h2o.config.cache_layout import CacheLayout, split_slots
 from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
+from flexgen_h2o.kernels import torch_ops
+from flexgen_h2o.kernels.arguments import VariantArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.reference import attention as reference
 from helpers import selection
 
@@ -37,8 +40,12 @@ HUGE = 2.0**27
 numbers."""
 
 
-BUILT = pytest.mark.skipif(cpu_library.missing() is not None,
-                           reason="the C++ kernels were not built")
+def is_built() -> bool:
+    """Whether the C++ kernels were built."""
+    return cpu_library.missing() is None
+
+
+BUILT = pytest.mark.skipif(not is_built(), reason="the C++ kernels were not built")
 AVAILABLE = () if cpu_library.missing() else cpu_library.available_sets()
 """Instruction sets that this machine can run, or can be made to choose as."""
 
@@ -285,6 +292,21 @@ def check_prefill(functions, case):
         assert held[:, keys:].isnan().all()
         for name in "qkv":
             assert same(mine[name], case[name])
+
+
+def library_prefill(q, k, v, lengths, *, key_lengths, scores, decay, variant=DEFAULT_VARIANT,
+                    sinks=None):
+    """The C++ kernel, also where `ops` prefers PyTorch's own."""
+    return native.prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay,
+                                    VariantArguments.from_variant(variant, sinks))
+
+
+def blockwise_prefill(q, k, v, lengths, *, key_lengths, scores, decay, variant=DEFAULT_VARIANT,
+                      sinks=None):
+    """Matmuls of PyTorch, which `ops` chooses on some GPUs."""
+    return torch_ops.blockwise_prefill_attention(
+        q, k, v, lengths, key_lengths or lengths, scores, decay,
+        VariantArguments.from_variant(variant, sinks))
 
 
 # select_heavy_hitters

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
@@ -25,6 +26,46 @@ def full(*values: object) -> list[object]:
 def full_cases(*cases: tuple) -> list:
     """Return cases (tuples of arguments) of a parametrized test that run only with --all."""
     return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
+def pairwise(axes: dict[str, Sequence], allowed: Callable[[dict], bool] = lambda case: True, *,
+             arrays: int = 1) -> list[dict]:
+    """Return cases that have each allowed pair of values of two axes, `arrays` times over.
+
+    The choice is greedy: a case begins with a missing pair, and takes of each other axis the value
+    that completes most missing pairs. It does not depend on chance. `allowed` judges cases, also
+    those that lack axes.
+    """
+    names, cases = list(axes), []
+    for number in range(arrays):
+        rng = random.Random(number)
+        missing = {((a, i), (b, j)): None for a, b in itertools.combinations(names, 2)
+                   for i in range(len(axes[a])) for j in range(len(axes[b]))
+                   if allowed({a: axes[a][i], b: axes[b][j]})}
+        while missing:
+            chosen = dict(next(iter(missing)))
+            for name in sorted(names, key=lambda name: (name not in chosen, rng.random())):
+                if name in chosen:
+                    continue
+                order = rng.sample(range(len(axes[name])), len(axes[name]))
+                chosen[name] = max(
+                    (i for i in order if allowed(_values(axes, chosen | {name: i}))),
+                    key=lambda i: sum(pair in missing for pair in _pairs(names, chosen, name, i)))
+            for pair in itertools.combinations([(name, chosen[name]) for name in names], 2):
+                missing.pop(pair, None)
+            cases.append(_values(axes, chosen))
+    return cases
+
+
+def _values(axes: dict[str, Sequence], chosen: dict[str, int]) -> dict:
+    return {name: axes[name][number] for name, number in chosen.items()}
+
+
+def _pairs(names: list[str], chosen: dict[str, int], name: str, number: int) -> Iterator[tuple]:
+    """Yield the pairs of a value with those that are chosen, in the order of names."""
+    for other, value in chosen.items():
+        pair = (other, value), (name, number)
+        yield pair if names.index(other) < names.index(name) else pair[::-1]
 
 
 def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
+from helpers.error_cases import refused
 from helpers.kernel_cases import (
     BUILT,
     FORMS,
     MIXED,
+    blockwise_prefill,
     check_decode,
     check_prefill,
     decode_case,
@@ -20,34 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.layers import AttentionVariant
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction
 from flexgen_h2o.kernels import ops, torch_ops
-from flexgen_h2o.kernels.arguments import VariantArguments
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.reference import attention as reference
 
-COMBINATIONS = [AttentionVariant(scale, cap, window, sinks) for scale, cap, window, sinks in
-                itertools.product((None, 0.4), (0.0, 2.5), (None, 7), (False, True))][1:]
 FUNCTIONS = [reference.prefill_attention, ops.prefill_attention]
 DECODE = [reference.decode_attention, ops.decode_attention]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def by_blocks(q, k, v, lengths, *, key_lengths, scores, decay, variant, sinks):
-    return torch_ops.blockwise_prefill_attention(
-        q, k, v, lengths, key_lengths or lengths, scores, decay,
-        VariantArguments.from_variant(variant, sinks))
-
-
-@pytest.mark.source("prefill")
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("variant", COMBINATIONS, ids=str)
-def test_prefill(isa, variant, dtype):
-    check_prefill([*FUNCTIONS, by_blocks], prefill_case(
-        [5, 1, 90], group=3, dim=24, dtype=dtype, attention=variant))
-    check_prefill([*FUNCTIONS, by_blocks], prefill_case(
-        [9, 20], [40, 20], decay=0.9, dim=16, dtype=dtype, attention=variant))
 
 
 @pytest.mark.source("prefill")
@@ -78,7 +58,7 @@ def test_prefill_with_more_keys_than_the_cpu_cache(isa, window):
 def test_any_prefill(lengths, variant, group, dim, decay, dtype):
     rows = [length for length, _ in lengths]
     keys = [length + before for length, before in lengths]
-    check_prefill([ops.prefill_attention, by_blocks], prefill_case(
+    check_prefill([ops.prefill_attention, blockwise_prefill], prefill_case(
         rows, keys, group=group, dim=dim, decay=decay, dtype=dtype, attention=variant))
 
 
@@ -93,29 +73,6 @@ def test_sdpa(lengths, window):
     torch.testing.assert_close(out, wanted, rtol=0, atol=2e-5)
     assert not torch_ops.sdpa_supports(AttentionVariant(softcap=1.0))
     assert not torch_ops.sdpa_supports(AttentionVariant(sinks=True))
-
-
-@pytest.mark.source("decode")
-@pytest.mark.parametrize("stored", [*FORMS, *MIXED])
-@pytest.mark.parametrize(
-    "variant", [variant for variant in COMBINATIONS if variant.window is None], ids=str)
-def test_decode(isa, variant, stored):
-    for offsets in (False, variant.softcap > 0 or variant.sinks):
-        check_decode(DECODE, decode_case([1, 0, 70, 33], stored=stored, group=3, dim=16,
-                                         attention=variant, offsets=offsets))
-    check_decode(DECODE, decode_case([9, 40, 33], stored=stored, group=2, dim=16, full=[1, 2],
-                                     eviction=Eviction(), rotary=8, attention=variant))
-
-
-@pytest.mark.source("decode")
-@pytest.mark.parametrize("window", [2, 6, 40])
-@pytest.mark.parametrize("eviction", [Eviction(), Eviction(mean=True), Eviction(decay=0.9)])
-def test_decode_hides_tokens_outside_the_window(isa, window, eviction):
-    eviction = Eviction(eviction.mean, eviction.decay, window=window)
-    for cached in ([9, 40, 33], [600]):
-        check_decode(DECODE, decode_case(
-            cached, group=2, full=[0], eviction=eviction,
-            attention=AttentionVariant(softcap=2.0, sinks=True, window=window)))
 
 
 @pytest.mark.source("decode")
@@ -169,5 +126,4 @@ def test_arguments_are_checked():
     ({"scale": 0.0}, "scale"), ({"scale": float("inf")}, "scale"), ({"softcap": -1.0}, "soft cap"),
     ({"window": 1}, "window"), ({"window": 2.5}, "window"), ({"sinks": 1}, "sinks")])
 def test_forms_are_checked(options, words):
-    with pytest.raises(UserError, match=words):
-        AttentionVariant(**options)
+    refused(lambda: AttentionVariant(**options), match=words)

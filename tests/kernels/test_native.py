@@ -24,6 +24,7 @@ from helpers.kernel_cases import (
     check_select,
     copied,
     decode_case,
+    library_prefill,
     poisoned_memory,
     prefill_case,
     same,
@@ -55,22 +56,6 @@ def _poison(monkeypatch):
         yield
 
 
-# Instruction sets: a vector has 4, 8 or 16 floats, and the rests of one have their own code.
-
-
-@pytest.mark.source("prefill")
-@BUILT
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 12), (4, 80), (8, 96), (3, 7), (1, 130)])
-def test_prefill(isa, dtype, group, dim):
-    for lengths in ([1, 2, 15, 16, 17, 31, 33], [63 // group, 64 // group + 1, 129]):
-        check_prefill([ops.prefill_attention, library_prefill],
-                      prefill_case(lengths, group=group, dim=dim, dtype=dtype, decay=0.97,
-                                   kv_heads=2 if group < 4 else 1))
-    check_prefill([library_prefill], prefill_case([40, 1], [300, 127], group=group, dim=dim,
-                                                  dtype=dtype, decay=0.5))
-
-
 @pytest.mark.source("prefill")
 @BUILT
 @pytest.mark.parametrize("size", [1, 30, 3e3, 3e6])
@@ -93,11 +78,6 @@ def test_prefill_restores_flush_to_zero(isa):
             native.prefill_attention(**prefill_case([70], dtype=torch.bfloat16) | {
                 "key_lengths": [70]})
             assert ((tiny * 0.5) * 2.0**120 == 2.0**-11).all()
-
-
-def library_prefill(q, k, v, lengths, *, key_lengths, scores, decay):
-    """The C++ also where `ops` prefers PyTorch's own kernels."""
-    return native.prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay)
 
 
 @BUILT

@@ -2,31 +2,36 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from helpers import kernel_internals
+from helpers import kernel_internals, selection
 from helpers.kernel_cases import (
     BOUND,
     BUILT,
     FORMS,
     MIXED,
+    blockwise_prefill,
     check_decode,
     check_prefill,
     check_select,
     decode_case,
+    is_built,
+    library_prefill,
     poisoned_memory,
     prefill64,
     prefill_case,
     select_case,
     tied,
 )
-from helpers.selection import examples, full, full_cases
+from helpers.selection import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexgen_h2o.config.cache_layout import GroupLayout
+from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import ops, torch_ops
 from flexgen_h2o.kernels.reference import attention as reference
@@ -38,8 +43,10 @@ SELECT = (ops.select_heavy_hitters, reference.select_heavy_hitters)
 DECODE = (ops.decode_attention, reference.decode_attention)
 DIMS = [12, 64, 80, 96, 128, 256]
 GROUPS = [1, 3, 4, 8]
-VARIANTS = [Eviction(), Eviction(mean=True), Eviction(decay=0.9), Eviction(sinks=3),
-            Eviction(mean=True, decay=0.5, sinks=1)]
+EVICTIONS = [Eviction(), Eviction(mean=True), Eviction(decay=0.9), Eviction(sinks=3),
+             Eviction(mean=True, decay=0.5, sinks=1)]
+VARIANTS = [AttentionVariant(scale, cap, window, sinks) for scale, cap, window, sinks in
+            product((None, 0.4), (0.0, 2.5), (None, 7), (False, True))][1:]
 
 
 @pytest.fixture(autouse=True)
@@ -51,14 +58,21 @@ def _poison():
 # prefill_attention
 
 
+PREFILL_AXES = {
+    "lengths": [([1], [1]), ([2, 1, 7], [2, 1, 7]), ([127, 33], [127, 33]), ([128], [128]),
+                ([129, 5, 1], [129, 5, 1]), ([257, 90], [257, 90]), ([1], [700]), ([65], [300]),
+                ([1, 40, 64], [1, 129, 64]), ([256, 3], [257, 400])],
+    "dtype": [*BOUND], "group": GROUPS, "dim": [5, 7, 130, *DIMS], "kv_heads": [1, 2],
+    "decay": [1.0, 0.98, 0.9], "attention": [None, *VARIANTS]}
+
+
 @pytest.mark.source("prefill")
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("lengths", [[1], [2, 1, 7], [127, 33], [128], [129, 5, 1], [257, 90]],
-                         ids=str)
-def test_prefill(dtype, group, lengths):
-    check_prefill(PREFILL, prefill_case(lengths, group=group, dtype=dtype,
-                                        kv_heads=1 + group % 2, decay=0.99 if group == 3 else 1.0))
+@pytest.mark.parametrize("case", selection.pairwise(PREFILL_AXES))
+def test_prefill(case):
+    """Prompts in one piece and in chunks; all kernels, also those that `ops` would not choose."""
+    case = dict(case)
+    check_prefill([*PREFILL, blockwise_prefill, *([library_prefill] if is_built() else [])],
+                  prefill_case(*case.pop("lengths"), **case))
 
 
 @pytest.mark.source("prefill")
@@ -69,23 +83,6 @@ def test_prefill_around_blocks_of_queries(group):
     lengths = sorted({edge + near for edge in edges for near in (-1, 0, 1)} - {0})
     for dtype in BOUND:
         check_prefill(PREFILL, prefill_case(lengths, group=group, dtype=dtype, kv_heads=1))
-
-
-@pytest.mark.source("prefill")
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize("dim", [5, *DIMS])
-def test_prefill_of_every_head_size(dtype, dim):
-    check_prefill(PREFILL, prefill_case([67, 20], group=3, dtype=dtype, dim=dim, kv_heads=1))
-
-
-@pytest.mark.source("prefill")
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize(("group", "decay"), [(1, 1.0), (3, 0.9), (4, 0.98)])
-@pytest.mark.parametrize(("lengths", "key_lengths"), [
-    ([1], [700]), ([65], [300]), ([1, 40, 64], [1, 129, 64]), ([256, 3], [257, 400])], ids=str)
-def test_prefill_chunks(dtype, group, decay, lengths, key_lengths):
-    check_prefill(PREFILL, prefill_case(lengths, key_lengths, group=group, dtype=dtype, decay=decay,
-                                        kv_heads=2 if group == 1 else 1))
 
 
 @pytest.mark.source("prefill")
@@ -242,96 +239,50 @@ def test_any_selection(cuts, sinks, mean, kv_heads, draw):
 # decode_attention
 
 
-@pytest.mark.source("decode")
-@pytest.mark.parametrize("stored", [*FORMS, *MIXED])
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("rotary", [0, 8, 64])
-def test_decode(stored, group, rotary):
-    check_decode(DECODE, decode_case([0, 63, 1, 70], full=(1, 3), stored=stored, group=group,
-                                     dim=64,
-                                     rotary=rotary, eviction=Eviction()))
+DECODE_AXES = {
+    "cached": [[0], [1], [2], [15, 16, 17], [5, 39], [63, 64, 65], [31, 33, 0], [129, 127, 2],
+               [0, 63, 1, 70], [255], [256], [257], [513, 0], [700, 300], [1500], [191, 192],
+               [193, 255], [288, 256]],
+    "stored": [*FORMS, *MIXED], "group": [*GROUPS, 5, 9], "kv_heads": [1, 2],
+    "dim": [2, 6, 20, 32, 66, 130, 148, 192, *DIMS], "rotated": [0, 0.5, 1], "recent": [1, 2, 30],
+    "eviction": [None, *EVICTIONS, Eviction(window=6), Eviction(mean=True, window=40)],
+    "attention": [None, *(variant for variant in VARIANTS if variant.window is None)],
+    "offsets": [False, True], "smoothed": [False, True]}
+
+
+def is_decoded(case: dict) -> bool:
+    """Whether a step can be so; `case` may lack axes."""
+    attention, stored = case.get("attention", VARIANTS[0]), case.get("stored")
+    return not (case.get("offsets") and (
+        attention is None or not (attention.softcap or attention.sinks))
+        or case.get("smoothed") and (isinstance(stored, torch.dtype) or case.get("rotated") == 0
+                                     or case.get("eviction", True) is None))
 
 
 @pytest.mark.source("decode")
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("dim", [20, 64, 96])
-def test_smoothed_keys_are_restored_before_rotation(bits, group, dim):
-    check_decode(DECODE, decode_case([0, 63, 1, 70], full=(1, 3), stored=bits, group=group, dim=dim,
-                                     rotary=8, eviction=Eviction(), smoothed=True))
+@pytest.mark.parametrize("case", selection.pairwise(DECODE_AXES, is_decoded))
+def test_decode(case):
+    """Also over slots of few heads, which are split into parts."""
+    case = dict(case)
+    cached, eviction, recent = case["cached"], case["eviction"], case["recent"]
+    many = [place for place, count in enumerate(cached) if count > recent + 3]
+    if eviction is not None and eviction.window:
+        case["attention"] = replace(case["attention"] or AttentionVariant(),
+                                    window=eviction.window)
+    check_decode(DECODE, decode_case(
+        full=many[len(many) // 2 :] if eviction else (),
+        rotary=int(case.pop("rotated") * case["dim"]) // 2 * 2, **case))
 
 
 @pytest.mark.source("decode")
-@pytest.mark.parametrize("stored", [*FORMS, *MIXED])
-@pytest.mark.parametrize("cached", [[0], [1], [2], [15, 16, 17], [63, 64, 65], [31, 33, 0],
-                                    [129, 127, 2]], ids=str)
-@pytest.mark.parametrize("scored", [False, True])
-def test_decode_lengths(stored, cached, scored):
-    check_decode(DECODE, decode_case(cached, stored=stored, kv_heads=2 - scored,
-                                     group=1 + 2 * scored,
-                                     eviction=Eviction() if scored else None, dim=80))
-
-
-@pytest.mark.source("decode")
-@pytest.mark.parametrize("stored", [*FORMS, *MIXED])
-@pytest.mark.parametrize("cached", [[255], [256], [257], [513, 0], [700, 300], [1500]], ids=str)
-def test_decode_of_few_heads_with_many_slots(stored, cached):
-    """Their slots are split into parts."""
-    for kv_heads, dim, numbers in ((1, 64, (0,)), (2, 12, ())):
-        check_decode(DECODE, decode_case(cached, full=numbers, stored=stored, kv_heads=kv_heads,
-                                         group=3, dim=dim, eviction=Eviction()))
-    check_decode(DECODE, decode_case(cached, stored=stored, kv_heads=1, dim=128, n=1600))
-
-
-@pytest.mark.source("decode")
-@pytest.mark.parametrize("stored", [*FORMS, *MIXED])
-@pytest.mark.parametrize("dim", [2, 6, 66, 130, 148, *DIMS])
-def test_decode_of_every_head_size(stored, dim):
-    for rotary in sorted({0, dim // 4 * 2, dim}):
-        check_decode(DECODE, decode_case([5, 39], full=(1,), stored=stored, dim=dim, kv_heads=1,
-                                         group=4 if rotary == dim else 3, rotary=rotary,
-                                         eviction=Eviction()))
-
-
-@pytest.mark.source("decode")
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("dim", [32, 192, *DIMS])
-def test_decode_over_records(bits, group, dim):
-    """Of any number of groups, by any number of queries; of whole tiles of slots, and not."""
-    check_decode(DECODE, decode_case([6, 67, 130], full=(1,), stored=bits, dim=dim, kv_heads=2,
-                                     group=group, eviction=Eviction()))
-
-
-@pytest.mark.source("decode")
-@pytest.mark.parametrize("group, dim", [(4, 64), (4, 128), (5, 128), (8, 64), (9, 64)])
-@pytest.mark.parametrize("cached, kv_heads", [([191, 192], 1), ([193, 255], 1), ([288, 256], 1),
-                                              ([2, 513], 2), *full_cases(([545], 64))], ids=str)
-def test_decode_of_grouped_queries_over_many_records(group, dim, cached, kv_heads):
-    """They go by tiles where there are any: by chunks of 256 slots, tiles of 64, 32 and 16. The
-    slots of few heads are split into parts."""
-    check_decode(DECODE, decode_case(cached, full=(1,), stored=4, dim=dim, kv_heads=kv_heads,
-                                     group=group, eviction=Eviction()))
-
-
-@pytest.mark.source("decode")
-@pytest.mark.parametrize("eviction", VARIANTS, ids=str)
-@pytest.mark.parametrize("recent", [1, 30])
-@pytest.mark.parametrize("stored", [torch.float32, 8])
-def test_decode_variants(eviction, recent, stored):
-    check_decode(DECODE, decode_case([32, 31, 65, 300], full=(0, 2, 3), recent=recent, rotary=4,
-                                     eviction=eviction, stored=stored, kv_heads=1))
-
-
-@pytest.mark.source("decode")
-@pytest.mark.parametrize("eviction", VARIANTS, ids=str)
+@pytest.mark.parametrize("eviction", EVICTIONS, ids=str)
 def test_many_victims(eviction):
     check_decode(DECODE, decode_case([40] * 6, full=range(6), recent=1, kv_heads=50, dim=4,
                                      eviction=eviction))
 
 
 @pytest.mark.source("decode")
-@pytest.mark.parametrize("eviction", [e for e in VARIANTS if e.decay != 0.9], ids=str)
+@pytest.mark.parametrize("eviction", [e for e in EVICTIONS if e.decay != 0.9], ids=str)
 @pytest.mark.parametrize("cached", [[40, 9, 17], [700, 128]], ids=str)
 def test_ties_evict_the_oldest(eviction, cached):
     full = range(len(cached))
@@ -358,7 +309,7 @@ def test_strided_inputs(function):
 @pytest.mark.source("decode")
 @given(cached=st.lists(st.integers(0, 90), min_size=1, max_size=4), group=st.integers(1, 9),
        kv_heads=st.integers(1, 3), half=st.integers(1, 36), rotary=st.integers(0, 36),
-       stored=st.sampled_from([*FORMS, *MIXED]), eviction=st.sampled_from([None, *VARIANTS]),
+       stored=st.sampled_from([*FORMS, *MIXED]), eviction=st.sampled_from([None, *EVICTIONS]),
        room=st.integers(1, 300), data=st.data())
 @settings(max_examples=examples(60))
 def test_any_decode(cached, group, kv_heads, half, rotary, stored, eviction, room, data):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from helpers.error_cases import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, split_slots
 from flexgen_h2o.config.limits import GROUP_SIZE
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import attention as reference
 
@@ -33,8 +33,7 @@ def test_a_layout_has_the_fewest_even_groups(length, bits):
 
 @pytest.mark.parametrize(("length", "bits"), [(64, 3), (64, 16), (7, 4), (0, 4), (-2, 8)])
 def test_unsupported_layouts_are_errors(length, bits):
-    with pytest.raises(UserError, match="cannot quantize"):
-        GroupLayout(length, bits)
+    refused(lambda: GroupLayout(length, bits), match="cannot quantize")
 
 
 def vectors(seed, layout, *, rows=7, size=1.0, offset=0.0, dtype=torch.float32):

@@ -10,7 +10,7 @@ import torch
 from helpers.fakes import LazyDevice
 from helpers.internals import open_devices, own_attention, sparse_attention
 from helpers.kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
-from helpers.selection import full, full_cases
+from helpers.selection import full
 from torch.profiler import ProfilerActivity, profile
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -167,23 +167,6 @@ def run(folder, prompts, *, attn_sparsity, cache_bits=16, offload_dir=None, **po
 
 
 LENGTHS = [19, 4, 12]
-
-
-@pytest.mark.parametrize("device", ["lazy", *full("poisoned")], indirect=True)
-@pytest.mark.parametrize(("key", "bits", "chunk"), [
-    ("llama", 4, 8), *full_cases(("opt", 16, None), ("llama", 16, 8))])
-def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, bits, chunk):
-    tiny = tiny_model(key)
-    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
-    options = dict(cache_bits=bits, gpu_batch_size=2, num_gpu_batches=2, prefill_chunk=chunk)
-    full, sparse = (run(tiny.folder, prompts, attn_sparsity=share, **options)[0]
-                    for share in (1.0, 0.1))
-    assert sparse != full
-    mixed = {"cache": Placement(40, 30, 30)}
-    for policy in (mixed | {"overlap": False}, mixed | {"cpu_cache_compute": True}):
-        got, _ = run(tiny.folder, prompts, attn_sparsity=0.1, offload_dir=str(tmp_path),
-                     **options, **policy)
-        assert got == sparse, policy
 
 
 def test_sparsity_1_is_the_full_cache(tiny_model, monkeypatch):
