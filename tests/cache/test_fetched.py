@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
-from helpers.generation import PLACES, answers, open_llm, prompts_of, run, tokens
-from helpers.selection import examples, full
+from helpers.generation import answers, open_llm, prompts_of, run, tokens
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.test_sparse_attention import run as run_sparsely
 
-from flexgen_h2o import H2OConfig, Placement
+from flexgen_h2o import Placement
 from flexgen_h2o.cache import tiers
 from flexgen_h2o.cache.tiers import SlotUpdate, WriteBackLog, expand_slots
 
@@ -52,41 +50,6 @@ def test_log_applies_updates_in_order(sequences, heads, slots, width, count, dty
         SlotUpdate(entries[:, :sequences], slots_of[:sequences]).write(expected)
     log.write(held)
     assert torch.equal(held, expected)
-
-
-@pytest.mark.parametrize("growth_bits", [(LOG, 16), (5, (8, 4)),
-                                         *full((5, 16), (5, 4))], ids=str)
-def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth_bits):
-    """With growth at the write-backs of the log on disk, and between them."""
-    growth, bits = growth_bits
-    monkeypatch.setattr(tiers, "CACHE_GROWTH", growth)
-    tiny = tiny_model("llama")
-    prompts = prompts_of(tiny)
-    expected = tokens(tiny, prompts, None, cache_bits=bits)
-    for place, options in zip(PLACES[1:], ({}, {"overlap": False}, {"prefill_chunk": 8}),
-                              strict=True):
-        got = tokens(tiny, prompts, None, cache_bits=bits, cache=place, **options)
-        assert got == expected, (place, options)
-
-
-def test_sparse_attention_over_a_growing_cache(tiny_model, device, monkeypatch):
-    monkeypatch.setattr(tiers, "CACHE_GROWTH", 5)
-    tiny = tiny_model("opt")
-    prompts = prompts_of(tiny)
-    policy = {"attn_sparsity": 0.5, "gpu_batch_size": 3, "num_gpu_batches": 2}
-    expected, _ = run_sparsely(tiny.folder, prompts, **policy)
-    for place in PLACES[2:]:
-        assert run_sparsely(tiny.folder, prompts, cache=place, **policy)[0] == expected, place
-
-
-def test_evicting_layers_beside_growing_layers(tiny_model, device, monkeypatch):
-    monkeypatch.setattr(tiers, "CACHE_GROWTH", 5)
-    tiny = tiny_model("llama")
-    prompts = prompts_of(tiny)
-    h2o = H2OConfig(heavy_ratio=(0.1, 1.0, 0.1))
-    expected = tokens(tiny, prompts, h2o)
-    for place in PLACES[2:]:
-        assert tokens(tiny, prompts, h2o, cache=place) == expected, place
 
 
 def test_equal_prompts_on_every_tier(tiny_model, device, monkeypatch):

@@ -66,13 +66,13 @@ def test_pages_keep_their_tokens():
 
 
 @pytest.mark.parametrize(("fetched", "options"), [
-    ("disk", {}), ("disk", {"cache_bits": 4, "prefill_chunk": 16}), ("disk", OTHER_BLOCKS),
-    ("disk", {"cache": Placement(40, 0, 60), "gpu_batch_size": 2}),
-    ("disk", {"fast_set": 0.4, "overlap": False}),
-    ("in place", {}), ("in place", {"cache": Placement(30, 40, 30)}),
+    ("disk", {"cache_bits": 4, "prefill_chunk": 16}), ("disk", OTHER_BLOCKS),
+    ("disk", {"cache": Placement(40, 0, 60), "gpu_batch_size": 2, "overlap": False}),
+    ("in place", {"cache": Placement(30, 40, 30)}),
     ("hot set", {"prefill_chunk": 16, "cache_bits": (8, 4)}),
     ("hot set", {"fast_set": 0.7, **OTHER_BLOCKS}),
-    *full_cases(("disk", {"cache_bits": (8, 4)}), ("disk", {"fast_set": 0.4}),
+    *full_cases(("disk", {}), ("disk", {"cache_bits": (8, 4)}), ("disk", {"fast_set": 0.4}),
+                ("in place", {}),
                 ("disk", {"prefill_chunk": 16, "overlap": False}),
                 *((place, options) for place in ("in place", "hot set") for options in (
                     {"gpu_batch_size": 1, "num_gpu_batches": 3}, {"prefill_chunk": 16},

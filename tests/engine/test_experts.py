@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import selection
+from helpers.error_cases import refused
 from helpers.generation import make_prompts, transformers_tokens
 from helpers.internals import (
     before,
@@ -74,10 +75,11 @@ POLICIES = [
 
 @pytest.mark.parametrize("key", MIXTURES)
 def test_tokens_of_transformers_for_every_policy(tiny_model, wanted, tmp_path, key):
-    """Each mixture with a quarter of the policies; with --all, with every one."""
+    """Each mixture with one of the policies; with --all, with every one."""
     prompts, expected = wanted(key)
-    some = slice(None) if selection.every_case else slice([*MIXTURES].index(key) % 4, None, 4)
-    for experts, slots, size, count, overlap in POLICIES[some]:
+    one = [*MIXTURES].index(key) % len(POLICIES)
+    policies = POLICIES if selection.every_case else POLICIES[one : one + 1]
+    for experts, slots, size, count, overlap in policies:
         got, stats = run(tiny_model(key).folder, prompts, experts=experts, expert_slots=slots,
                          gpu_batch_size=size, num_gpu_batches=count, overlap=overlap,
                          offload_dir=tmp_path)
@@ -87,22 +89,6 @@ def test_tokens_of_transformers_for_every_policy(tiny_model, wanted, tmp_path, k
         in_place = (None, HOST) if stats.device == "cpu" else (None,)
         assert (away > 0) == (experts not in in_place), "in its memory they are used where they are"
         assert overlap or stats.expert_prefetches == 0
-
-
-@pytest.mark.parametrize(("device", "key", "place"), [
-    ("lazy", "qwen2_moe", HOST), ("lazy", "gpt_oss", DISK), ("poisoned", "mixtral", DISK),
-    ("lazy", "glm4_moe", DISK),
-    *selection.full_cases(("poisoned", "qwen2_moe", HOST), ("lazy", "qwen3_moe_dense", MIXED)),
-], indirect=["device"])
-def test_tokens_with_separate_device_memory(tiny_model, wanted, tmp_path, device, key, place):
-    """A copy that nobody waits for shows old bytes, and fresh memory is full of NaN."""
-    prompts, expected = wanted(key)
-    for weights, slots in ((HERE, 2), (MIXED, None)):
-        got, stats = run(tiny_model(key).folder, prompts, experts=place, weights=weights,
-                         cache=MIXED, activations=MIXED, expert_slots=slots, gpu_batch_size=2,
-                         num_gpu_batches=2, offload_dir=tmp_path)
-        assert got == expected
-        assert stats.expert_loads > 0 or (device, place) == ("poisoned", HOST)
 
 
 @pytest.mark.parametrize("key", ["qwen2_moe", "mixtral"])
@@ -212,8 +198,7 @@ def test_layers_for_further_tokens_are_left_out(tiny_model, wanted, tmp_path, ca
     assert "multi-token prediction" in caplog.text
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    with pytest.raises(UserError, match="config.json calls for 4 layers"):
-        run(folder, prompts)
+    refused(lambda: run(folder, prompts), match="config.json calls for 4 layers")
 
 
 @pytest.mark.parametrize("bits", [16, 8])

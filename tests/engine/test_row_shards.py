@@ -6,16 +6,12 @@ import pytest
 import torch
 from helpers.generation import make_prompts
 from helpers.internals import shards_out_of_order, staging_bytes, weights_of
-from helpers.selection import examples
 from helpers.tiny_models import TINY
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.config import limits
 from flexgen_h2o.config.policy import Workload
-from flexgen_h2o.engine import decoder as decoder_layers
-from flexgen_h2o.models import decoder, family
+from flexgen_h2o.models import family
 from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.planning.memory_plan import memory_plan
@@ -27,14 +23,6 @@ LENGTHS = [30, 11, 7, 23, 1]
 NEW = 5
 
 
-@pytest.fixture
-def small_shards(monkeypatch):
-    """Split tiny matrices into several shards, and run tiny prompts in chunks."""
-    monkeypatch.setattr(placement, "MIN_SHARD_BYTES", 1)
-    monkeypatch.setattr(decoder, "ROW_BLOCK", 16)
-    monkeypatch.setitem(decoder_layers.CHUNK_ROWS, "cpu", 24)
-
-
 def tokens(tiny, *, bits=16, look=lambda llm: None, h2o=None, **policy):
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
     with LLM(str(tiny.folder), policy=Policy(**policy), weight_bits=bits, weight_cache=None,
@@ -42,26 +30,6 @@ def tokens(tiny, *, bits=16, look=lambda llm: None, h2o=None, **policy):
         outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
         look(llm)
         return [out.token_ids for out in outputs]
-
-
-@pytest.mark.parametrize("key", ["opt", "llama"])
-@given(st.data())
-@settings(max_examples=examples(8),
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_placement_and_batch_gives_the_same_tokens(tiny_model, small_shards, key, data):
-    """With matrices in part in memory and in part on disk, in 16, 8 and 4 bits, of prompts in one
-    piece and in blocks, batch by batch and, where batches share what is loaded, whole."""
-    tiny = tiny_model(key)
-    bits = data.draw(st.sampled_from([16, 8, 4]))
-    disk = data.draw(st.sampled_from([10, 45, 70, 100]))
-    h2o = data.draw(st.sampled_from([None, H2OConfig(heavy_ratio=0.2)]))
-    policy = {"gpu_batch_size": data.draw(st.sampled_from([1, 3, 5])),
-              "num_gpu_batches": data.draw(st.sampled_from([1, 1, 2])),
-              "cache": data.draw(st.sampled_from([Placement(100, 0, 0), Placement(40, 0, 60)])),
-              "overlap": data.draw(st.booleans())}
-    expected = tokens(tiny, bits=bits, h2o=h2o, gpu_batch_size=5)
-    assert tokens(tiny, bits=bits, h2o=h2o, weights=Placement(100 - disk, 0, disk),
-                  **policy) == expected
 
 
 class Noting(Operations):

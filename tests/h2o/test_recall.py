@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.error_cases import refused
 from helpers.generation import (
     LENGTHS,
-    LOGGED,
     NEW,
-    PLACES,
     answers,
     open_llm,
     prompts_of,
@@ -40,15 +39,6 @@ def test_recall_equals_its_simulation(tiny_model, key, options):
     assert tokens(tiny, prompts, h2o) == expected
     if key != "mistral_window":  # there all layers attend to a window
         assert expected != transformers_tokens(tiny, prompts, NEW), "all was chosen"
-
-
-def test_recall_does_not_depend_on_placement_or_split(tiny_model):
-    tiny = tiny_model("llama")
-    prompts = prompts_of(tiny)
-    expected = tokens(tiny, prompts, RECALL, new=LOGGED, gpu_batch_size=1, num_gpu_batches=1)
-    for place, chunk in (*zip(PLACES[1:], (None, None, 16), strict=True),):
-        assert tokens(tiny, prompts, RECALL, new=LOGGED, cache=place,
-                      prefill_chunk=chunk) == expected
 
 
 @pytest.mark.parametrize("key", ["llama", "gemma2"])  # the latter has windows
@@ -128,8 +118,7 @@ def test_ties_select_the_newer_tokens():
                           ("evict_generated", False), ("prompt_chunk", 4))),
 ])
 def test_options_that_recall_does_not_support(options, words):
-    with pytest.raises(UserError, match=words):
-        H2OConfig(**options)
+    refused(lambda: H2OConfig(**options), match=words)
 
 
 def test_sparse_values_and_recall_are_an_error(tiny_model):

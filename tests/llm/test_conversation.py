@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.error_cases import refused
 from helpers.generation import MODES, PLACES, answers, open_llm, prompts_of, transformers_tokens
 from helpers.internals import buffer_bytes, cache_of, scratch_bytes
 from helpers.selection import examples, full, full_cases
@@ -100,8 +101,8 @@ def test_the_same_answers_on_every_tier(tiny_model, device, case):
     with open_llm(tiny, h2o, chunk=8, cache_bits=bits) as llm:
         expected = answers(llm, turns, 5, max_tokens=most)
     host, disk = Placement(0, 100, 0), Placement(0, 0, 100)
-    for place, options in ((host, {}), (disk, {"overlap": False}), (disk, {}),
-                           (host, {"cpu_cache_compute": True})):
+    for place, options in ((disk, {"overlap": case != (None, 16)}),
+                           (host, {"cpu_cache_compute": case != (None, 4)})):
         with open_llm(tiny, h2o, chunk=8, cache_bits=bits, cache=place, activations=place,
                       weights=Placement(0, 50, 50), **options) as llm:
             assert answers(llm, turns, 5, max_tokens=most) == expected, (place, options)
@@ -192,8 +193,7 @@ def test_streams_and_calls_take_turns(tiny_model):
             again = llm.generate([turns[0]], max_new_tokens=12, eos_token_id=-1)
             assert again[0].token_ids == usual
         assert found == (alone, alone)
-    with pytest.raises(UserError, match="has ended"):  # the LLM took it along
-        one.generate(turns[0])
+    refused(lambda: one.generate(turns[0]), match="has ended")
 
 
 def test_an_error_ends_the_stream_and_not_the_llm(tiny_model):
@@ -211,8 +211,7 @@ def test_an_error_ends_the_stream_and_not_the_llm(tiny_model):
         stream = llm.stream()
         with pytest.raises(KeyboardInterrupt):
             stream.generate(turn, streamer=Failing(), max_new_tokens=12)
-        with pytest.raises(UserError, match="has ended"):
-            stream.generate(turn)
+        refused(lambda: stream.generate(turn), match="has ended")
         assert answers(llm, [turn]) == usual
 
 
@@ -230,8 +229,5 @@ def test_an_error_ends_the_stream_and_not_the_llm(tiny_model):
 ])
 def test_unsupported_streams(tiny_model, key, h2o, options, words):
     with open_llm(tiny_model(key), h2o) as llm:
-        with pytest.raises(UserError, match=words) as caught:
-            llm.stream(**options)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="has been closed"):
-        llm.stream(max_tokens=20)
+        refused(lambda: llm.stream(**options), match=words)
+    refused(lambda: llm.stream(max_tokens=20), match="has been closed")

@@ -7,6 +7,7 @@ import itertools
 from collections import defaultdict
 
 import pytest
+from helpers.error_cases import refused
 from helpers.selection import examples
 from helpers.tiny_tokenizers import with_bytes, with_words
 from hypothesis import given, settings
@@ -85,8 +86,7 @@ def test_a_restarted_block_repeats_no_text(folder, monkeypatch):
 
 
 def test_errors(tiny_model, llm):
-    with pytest.raises(UserError, match="on_text must be a function"):
-        llm.generate(PROMPTS, on_text="print")
+    refused(lambda: llm.generate(PROMPTS, on_text="print"), match="on_text must be a function")
     with LLM(str(tiny_model("llama").folder)) as words, pytest.raises(UserError, match="tokenizer"):
         words.generate([[1]], on_text=print)
 

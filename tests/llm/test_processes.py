@@ -11,7 +11,6 @@ import threading
 import pytest
 from helpers.error_cases import refused
 from helpers.subprocesses import environment
-from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.files.terminal import ProgressBar
@@ -25,26 +24,21 @@ def open_files() -> list[str]:
             if os.path.lexists(f"/proc/self/fd/{name}")]
 
 
-@pytest.fixture(scope="module")
-def words(tiny_model, tmp_path_factory) -> str:
-    return with_words(tiny_model("llama").folder, tmp_path_factory.mktemp("words"))
-
-
-def test_an_unreferenced_llm_is_closed(words, tmp_path):
+def test_an_unreferenced_llm_is_closed(words_model, tmp_path):
     before = {*threading.enumerate()}
-    llm = LLM(words, device="cpu", offload_dir=tmp_path,
+    llm = LLM(words_model, device="cpu", offload_dir=tmp_path,
               policy=Policy(weights=DISK, cache=DISK, activations=DISK))
     llm.generate(["w3 w4"], max_new_tokens=2)
     assert any(str(tmp_path) in path for path in open_files()) and list(tmp_path.iterdir())
     del llm
     assert list(tmp_path.iterdir()) == []
-    assert not [path for path in open_files() if str(tmp_path) in path or words in path]
+    assert not [path for path in open_files() if str(tmp_path) in path or words_model in path]
     assert not [thread for thread in {*threading.enumerate()} - before
                 if "tqdm" not in repr(thread)]
 
 
-def test_a_stream_and_an_iterator_keep_their_llm_open(words):
-    llm = LLM(words, device="cpu", dtype="float32")
+def test_a_stream_and_an_iterator_keep_their_llm_open(words_model):
+    llm = LLM(words_model, device="cpu", dtype="float32")
     whole = llm.generate(["w3 w4", "w5"], max_new_tokens=2)
     stream, blocks = llm.stream(max_tokens=9), llm.generate_in_blocks(["w3 w4", "w5"],
                                                                       max_new_tokens=2)
@@ -54,15 +48,15 @@ def test_a_stream_and_an_iterator_keep_their_llm_open(words):
         key: out.token_ids for key, out in enumerate(whole)}
 
 
-def test_calls_in_a_forked_child_are_errors(words, tmp_path, monkeypatch):
+def test_calls_in_a_forked_child_are_errors(words_model, tmp_path, monkeypatch):
     """Without a fork: a child sees another process id."""
-    llm = LLM(words, device="cpu", offload_dir=tmp_path,
+    llm = LLM(words_model, device="cpu", offload_dir=tmp_path,
               policy=Policy(weights=DISK, cache=DISK, activations=DISK))
     stream = llm.stream(max_tokens=9)
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
         for call in (lambda: llm.generate(["w3"]), lambda: llm.score([("w3", "w4")]), llm.close,
-                     llm.follow, lambda: stream.generate("w3"), lambda: LLM(words)):
+                     llm.follow, lambda: stream.generate("w3"), lambda: LLM(words_model)):
             assert "forked" in refused(call, "spawn")
         llm.__exit__()
         stream.__exit__()
@@ -89,9 +83,9 @@ print(len(done))
 
 
 @pytest.mark.full  # retry_imports is tested below
-def test_two_threads_import_and_generate_at_once(words):
-    done = subprocess.run([sys.executable, "-c", THREADS, words], capture_output=True, text=True,
-                          env=environment())
+def test_two_threads_import_and_generate_at_once(words_model):
+    done = subprocess.run([sys.executable, "-c", THREADS, words_model], capture_output=True,
+                          text=True, env=environment())
     assert done.stdout == "2\n", done.stderr
 
 
@@ -126,9 +120,9 @@ def closed() -> io.StringIO:
 
 
 @pytest.mark.parametrize("stderr", [lambda: None, closed, Full])
-def test_a_stderr_that_fails_stops_no_run(words, monkeypatch, stderr):
+def test_a_stderr_that_fails_stops_no_run(words_model, monkeypatch, stderr):
     monkeypatch.setattr(sys, "stderr", stderr())
-    with LLM(words, device="cpu", progress=True) as llm:
+    with LLM(words_model, device="cpu", progress=True) as llm:
         assert llm.generate(["w3"], max_new_tokens=1)
     with ProgressBar(total=3, disable=False) as bar:
         bar.update(3)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engine.test_pipeline import tokens as tokens_of_ranks
+from helpers.error_cases import refused
 from helpers.generation import NEW, PLACES, make_prompts, tokens, transformers_tokens
 from helpers.internals import attend_with, cache_of, change_configs
 from helpers.selection import full
@@ -146,10 +147,8 @@ def test_options_that_windows_do_not_support(tiny):
     with pytest.raises(UserError, match="layers of this model attend to a window: leave it out"):
         LLM(str(tiny.folder), attn_sparsity=0.5)
     with LLM(str(tiny.folder)) as llm:
-        with pytest.raises(UserError, match="probe supports only"):
-            llm.probe([([1, 2], [3])], lambda *_: None)
-        with pytest.raises(UserError, match="256 positions"):
-            llm.generate([[5] * 250], max_new_tokens=20)
+        refused(lambda: llm.probe([([1, 2], [3])], lambda *_: None), match="probe supports only")
+        refused(lambda: llm.generate([[5] * 250], max_new_tokens=20), match="256 positions")
 
 
 def test_attention_sinks_and_windows_on_every_tier(tiny_model, mixed, monkeypatch):

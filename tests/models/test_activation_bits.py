@@ -6,20 +6,14 @@ import types
 
 import pytest
 import torch
+from helpers.error_cases import refused
 from helpers.generation import make_prompts
-from models.test_weight_bits import LENGTHS, NEW, Rounded
+from models.test_weight_bits import Rounded
 
-from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o import LLM
 from flexgen_h2o.engine import source
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference.matrix import quantize_activations
-
-
-def tokens(folder, prompts, *, bits=4, h2o=None, **policy):
-    with LLM(str(folder), policy=Policy(**policy), h2o=h2o, weight_bits=bits, activation_bits=8,
-             dtype="float32", weight_cache=None, progress=False) as llm:
-        return [out.token_ids for out in llm.generate(prompts, max_new_tokens=NEW,
-                                                      eos_token_id=-1)]
 
 
 def rounding(tiny, bits):
@@ -58,24 +52,13 @@ def test_log_probs_equal_a_model_with_rounded_activations(tiny_model, key):
     assert max(errors) < max(distances)
 
 
-@pytest.mark.parametrize("h2o", [None, H2OConfig(heavy_ratio=0.2, recent_ratio=0.2)])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_rounded_activations_on_every_placement(tiny_model, bits, h2o):
-    tiny = tiny_model("llama")
-    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
-    expected = tokens(tiny.folder, prompts, bits=bits, h2o=h2o)
-    assert tokens(tiny.folder, prompts, bits=bits, h2o=h2o, weights=Placement(0, 50, 50),
-                  cache=Placement(0, 0, 100), gpu_batch_size=2) == expected
-
-
 @pytest.mark.parametrize(("options", "words"), [
     ({"activation_bits": 7, "weight_bits": 4}, "activation_bits must be 16 or 8, got 7"),
     ({"activation_bits": 8}, "no effect on weights of 16 bits: add weight_bits 4"),
     ({"activation_bits": 8, "weight_bits": 12}, "no effect on weights of 12 bits: use weight_bits"),
 ])
 def test_what_is_refused(tiny_model, options, words):
-    with pytest.raises(UserError, match=words):
-        LLM(str(tiny_model("llama").folder), **options)
+    refused(lambda: LLM(str(tiny_model("llama").folder), **options), match=words)
 
 
 def test_a_gpu_is_refused():

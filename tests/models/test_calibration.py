@@ -9,6 +9,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from helpers.error_cases import refused
 from helpers.internals import source_of
 from helpers.selection import full
 from helpers.tiny_tokenizers import WORDS, with_words
@@ -146,8 +147,7 @@ def test_calibration_in_16_bits(tiny_model, tmp_path, text, key, dtype):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_calibration_reduces_the_error_of_outliers(tiny_model, tmp_path, text, cache,
-                                                               bits):
+def test_calibration_reduces_the_error_of_outliers(tiny_model, tmp_path, text, cache, bits):
     """On another text, as it shows in the outputs of each layer."""
     from transformers import AutoModelForCausalLM
 
@@ -191,15 +191,13 @@ def output_error(checkpoint, name, layout, weight, x):
 # What is kept
 
 
-def test_calibrated_weights_are_cached_per_text(tiny_model, tmp_path, text, cache,
-                                                                  monkeypatch):
-    folder = with_words(tiny_model("llama").folder, tmp_path / "model")
+def test_calibrated_weights_are_cached_per_text(words_model, tmp_path, text, cache, monkeypatch):
     measured, measure = [], calibration._measure
     monkeypatch.setattr(calibration, "_measure", lambda *args: measured.append(1) or measure(*args))
     prompts = [(IDS[:20], IDS[20:50])]
 
     def scores(text, **options):
-        with load(folder, text, **options) as llm:
+        with load(words_model, text, **options) as llm:
             return llm.loglikelihood(prompts)
 
     other = text_file(tmp_path / "other.txt", IDS[::-1])
@@ -212,24 +210,22 @@ def test_calibrated_weights_are_cached_per_text(tiny_model, tmp_path, text, cach
     assert scores(copy) == first and len(measured) == 3
 
 
-def test_bit_widths_share_the_measured_means(tiny_model, tmp_path, text, cache, monkeypatch):
-    folder = with_words(tiny_model("llama").folder, tmp_path / "model")
+def test_bit_widths_share_the_measured_means(words_model, tmp_path, text, cache, monkeypatch):
     monkeypatch.setattr(loader, "MIN_KEPT_SECONDS", 0.0)
-    load(folder, text).close()
+    load(words_model, text).close()
     monkeypatch.setattr(calibration, "_measure", lambda *args: pytest.fail("measured again"))
-    load(folder, text, weight_bits=8).close()
+    load(words_model, text, weight_bits=8).close()
     assert sum("importance" in name for name in names(cache)) == 1
 
 
 @pytest.mark.parametrize("key", ["text", "article", "prompt"])
-def test_lines_of_json_are_one_text(tiny_model, tmp_path, text, cache, key):
-    folder = with_words(tiny_model("llama").folder, tmp_path / "model")
+def test_lines_of_json_are_one_text(words_model, tmp_path, text, cache, key):
     words = [WORDS[token] for token in IDS]
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps({"id": n, key: " ".join(words[start : start + 100])}) + "\n"
                              for n, start in enumerate(range(0, 600, 100))))
     for file in (text, lines):
-        load(folder, file).close()
+        load(words_model, file).close()
     assert len(names(cache)) == 1
 
 
@@ -243,12 +239,10 @@ def test_lines_of_json_are_one_text(tiny_model, tmp_path, text, cache, key):
     ({"path": "_DUMMY_"}, "calibration has no effect on random weights: leave it out"),
     ({"calibration": "missing.txt"}, "cannot read calibration missing.txt: No such file"),
 ])
-def test_options_that_are_refused(tiny_model, tmp_path, text, options, message):
-    folder = with_words(tiny_model("llama").folder, tmp_path / "model")
-    model = "facebook/opt-125m" if "path" in options else folder
-    with pytest.raises(UserError, match=message) as caught:
-        LLM(model, **{"weight_bits": 4, "calibration": str(text), **options})
-    assert "\n" not in str(caught.value)
+def test_options_that_are_refused(words_model, tmp_path, text, options, message):
+    model = "facebook/opt-125m" if "path" in options else words_model
+    refused(lambda: LLM(model, **{"weight_bits": 4, "calibration": str(text), **options}),
+            match=message)
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
@@ -258,12 +252,9 @@ def test_options_that_are_refused(tiny_model, tmp_path, text, options, message):
     ("text.jsonl", '{"text": " "}', "line 1 has no text"),
     ("text.txt", "w1 " * 127, "has 127 tokens: give a text of at least 128, better of 8192"),
 ])
-def test_invalid_calibration_texts(tiny_model, tmp_path, name, content, message):
-    folder = with_words(tiny_model("llama").folder, tmp_path / "model")
+def test_invalid_calibration_texts(words_model, tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=message) as caught:
-        load(folder, tmp_path / name)
-    assert "\n" not in str(caught.value)
+    refused(lambda: load(words_model, tmp_path / name), match=message)
 
 
 def test_a_model_without_a_tokenizer_is_refused(tiny_model, text):
@@ -276,19 +267,18 @@ def test_activations_that_are_not_finite_are_refused(tiny_model, tmp_path, text)
     tensors = load_file(f"{folder}/model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"].fill_(1e30)
     save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="activations of .* are not finite in the calibration"):
-        load(folder, text)
+    refused(lambda: load(folder, text), match="activations of .* are not finite in the calibration")
 
 
-def test_ranks_use_cached_calibrated_weights(tiny_model, tmp_path, text):
-    folder = with_words(tiny_model("llama").folder, tmp_path / "model")
-    source = find_model(folder, path=None, dtype="float32", bits=4, device=Device(),
+def test_ranks_use_cached_calibrated_weights(words_model, tmp_path, text):
+    source = find_model(words_model, path=None, dtype="float32", bits=4, device=Device(),
                   progress=lambda done, total: None)
-    args = EngineArgs(model=folder, offload_dir=str(tmp_path), calibration=text, pipeline=object())
+    args = EngineArgs(model=words_model, offload_dir=str(tmp_path), calibration=text,
+                      pipeline=object())
     with pytest.raises(UserError, match="calibration runs on one rank: load the model once"):
-        calibrate(source, Prompts(source, folder, None), Device(), args)
-    load(folder, text).close()
-    calibrate(source, Prompts(source, folder, None), Device(), args)
+        calibrate(source, Prompts(source, words_model, None), Device(), args)
+    load(words_model, text).close()
+    calibrate(source, Prompts(source, words_model, None), Device(), args)
 
 
 def test_bos_begins_each_calibration_sequence(tiny_model, tmp_path):

@@ -9,12 +9,12 @@ import shutil
 
 import pytest
 import torch
+from helpers.error_cases import refused
 from helpers.generation import make_prompts, transformers_tokens
 from helpers.internals import quantize_in_a_new_way, weight_sizes, weights_of
-from helpers.selection import full, full_cases
 from helpers.tiny_models import TINY
 
-from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
@@ -81,35 +81,6 @@ def test_tokens_are_those_of_the_rounded_model(tiny_model, key, bits):
     assert tokens(tiny.folder, prompts, bits=bits) == expected
     if bits == 4:
         assert expected != transformers_tokens(tiny, prompts, NEW), "nothing was rounded"
-
-
-@pytest.mark.parametrize(("device", "key", "weight_cache"), [
-    ("lazy", "opt", "auto"), ("poisoned", "llama_untied_bias", None),
-    *full_cases(("poisoned", "opt_350m_style", None), ("lazy", "neox", None))],
-    indirect=["device"])
-def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, weight_cache):
-    tiny = tiny_model(key)
-    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
-    expected = transformers_tokens(Rounded(tiny, 4), prompts, 5)
-    for weights, overlap in zip(PLACES, (True, False), strict=True):
-        got = tokens(tiny.folder, prompts, new=5, weights=weights, overlap=overlap,
-                     gpu_batch_size=2, num_gpu_batches=2, weight_cache=weight_cache,
-                     offload_dir=str(tmp_path / "offload"))
-        assert got == expected, (weights, overlap)
-    assert not (tmp_path / "offload").exists() or not list((tmp_path / "offload").iterdir())
-
-
-@pytest.mark.parametrize("key", ["llama", *full("opt", "neox")])
-def test_quantized_weights_with_eviction_and_a_quantized_cache(tiny_model, tmp_path, key):
-    tiny = tiny_model(key)
-    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
-    h2o = H2OConfig(heavy_ratio=0.1)
-    options = {"h2o": h2o, "cache_bits": 4}
-    expected = tokens(tiny.folder, prompts, **options)
-    assert expected != tokens(tiny.folder, prompts), "nothing was evicted"
-    for weights in PLACES:
-        assert tokens(tiny.folder, prompts, weights=weights, cache=Placement(30, 30, 40),
-                      offload_dir=str(tmp_path), gpu_batch_size=3, **options) == expected
 
 
 def test_sensitive_matrices_have_six_bits():
@@ -206,8 +177,7 @@ def test_a_full_disk_is_left_as_it_was(three_tensors, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(UserError, match="No space left on device"):
-            write("bc")
+        refused(lambda: write("bc"), match="No space left on device")
     (file,) = root.rglob("weights.bin")
     assert file.stat().st_size == 4096
     assert write("abc") == ["b", "c"]
@@ -321,8 +291,7 @@ def test_failed_quantization_leaves_no_files(tiny_model, cache, monkeypatch, fai
 def test_no_disk_space_for_the_weight_cache(tiny_model, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match="--no-weight-cache"):
-        tokens(tiny_model("llama").folder, [[3]])
+    refused(lambda: tokens(tiny_model("llama").folder, [[3]]), match="--no-weight-cache")
 
 
 def test_weight_cache_path_is_a_file(tiny_model, tmp_path):
@@ -348,5 +317,4 @@ def test_damaged_weight_cache_is_an_error(tiny_model, cache, damage):
 @pytest.mark.parametrize("bits", [3, 32, "4", None])
 def test_other_bits_are_refused(tiny_model, bits):
     words = "weight_bits must be (auto, 16, 12, 8 or 4|an int or text)"
-    with pytest.raises(UserError, match=words):
-        LLM(str(tiny_model("llama").folder), weight_bits=bits)
+    refused(lambda: LLM(str(tiny_model("llama").folder), weight_bits=bits), match=words)
