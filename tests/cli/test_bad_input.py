@@ -439,6 +439,7 @@ def test_a_process_refuses_bytes_that_are_no_text(model, here):
     assert tree(here) == before and tree(here.parent / "tmp") == {}
 
 
+@pytest.mark.full
 def test_repeated_signals_leave_no_files(model, here):
     sent = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     work = subprocess.Popen(

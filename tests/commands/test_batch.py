@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from helpers import planning_cases, selection
+from helpers.batch_jobs import job_flags, requests, write_lines
 from helpers.error_cases import command_refused, refused
 from helpers.fake_llm import run_stats
 from helpers.read_back import read_csv, read_jsonl
@@ -35,29 +36,6 @@ from flexgen_h2o.requests.input import JobInput
 from flexgen_h2o.requests.request import derive_seed
 from flexgen_h2o.requests.results import ResultsFile
 
-TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
-
-
-@pytest.fixture(scope="session")
-def words(tiny_model, tmp_path_factory) -> str:
-    """A tiny model with a tokenizer of words and a chat template."""
-    return with_words(tiny_model("llama").folder, tmp_path_factory.mktemp("words"),
-                      chat_template=TEMPLATE)
-
-
-def write(path: Path, lines: list[object]) -> str:
-    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n"
-                            for line in lines))
-    return str(path)
-
-
-def some(count: int = 12) -> list[object]:
-    """Requests of several lengths and parameters."""
-    return [{"id": f"r{number}", "prompt": " ".join(f"w{3 + (number * 7 + i) % 90}"
-                                                    for i in range(2 + number * 5 % 11)),
-             "max_tokens": 3 + number % 4, "temperature": (0, 1, 0.7)[number % 3],
-             "n": 1 + (number == 4), "presence_penalty": number % 2} for number in range(count)]
-
 
 class Runs:
     """A folder with a job, and the command on it."""
@@ -67,8 +45,7 @@ class Runs:
         self.output = folder / "out.jsonl"
 
     def argv(self, *flags: str) -> list[str]:
-        return ["-i", str(self.folder / "in.jsonl"), "-o", str(self.output), "--model", self.model,
-                "--dtype", "float32", "--device", "cpu", "--gpu-batch-size", "2", *flags]
+        return job_flags(self.folder, self.model, "out.jsonl", *flags)
 
     def __call__(self, *flags: str, status: int = 0) -> str:
         """Run it; returns what it prints."""
@@ -77,7 +54,7 @@ class Runs:
         return "".join(self.capsys.readouterr())
 
     def input(self, lines: list[object]) -> None:
-        write(self.folder / "in.jsonl", lines)
+        write_lines(self.folder / "in.jsonl", lines)
 
     def answered(self) -> int:
         """How many lines of results there are."""
@@ -93,21 +70,21 @@ class Runs:
 
 
 @pytest.fixture
-def runs(tmp_path, words, capsys, monkeypatch) -> Runs:
+def runs(tmp_path, words_model, capsys, monkeypatch) -> Runs:
     """A folder with a job, on a machine whose rates need not be measured."""
     monkeypatch.setattr("flexgen_h2o.planning.calibrate.load_or_calibrate",
                         lambda *_, **__: planning_cases.CPU)
-    made = Runs(tmp_path, words, capsys)
-    made.input(some())
+    made = Runs(tmp_path, words_model, capsys)
+    made.input(requests())
     return made
 
 
 # --- whole jobs
 
 
-def test_answers_equal_those_of_single_calls(runs, words):
+def test_answers_equal_those_of_single_calls(runs, words_model):
     chat = {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": {
-        "model": Path(words).name, "messages": [{"role": "user", "content": "w5 w6"}],
+        "model": Path(words_model).name, "messages": [{"role": "user", "content": "w5 w6"}],
         "max_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 2}}
     tokens = {"custom_id": "ids", "method": "POST", "url": "/v1/completions", "body": {
         "prompt": [[5, 6], [7]], "max_tokens": 3, "seed": 9, "n": 2, "logprobs": 1}}
@@ -115,7 +92,7 @@ def test_answers_equal_those_of_single_calls(runs, words):
     told = runs("--seed", "3")
     assert "finished; 3 of 3 requests answered, 0 of them failed; 22 tokens" in told
     found = {line["custom_id"]: line["response"]["body"] for line in read_jsonl(runs.output)}
-    with LLM(words, dtype="float32", device="cpu") as llm:
+    with LLM(words_model, dtype="float32", device="cpu") as llm:
         (one,) = llm.generate(["w1 w5 w6 w2"], max_new_tokens=4)
         assert found["chat"]["choices"][0]["message"]["content"] == one.text
         for place, entry in enumerate(found["chat"]["choices"][0]["logprobs"]["content"]):
@@ -139,7 +116,7 @@ def test_answers_equal_those_of_single_calls(runs, words):
     assert stopped["text"].split() == free.text.split()[:2]
 
 
-def test_fields_of_vllm_reach_the_engine(runs, words):
+def test_fields_of_vllm_reach_the_engine(runs, words_model):
     chats = [{"id": name, "messages": [{"role": "user", "content": "w5"}], "temperature": 0,
               "max_tokens": 3, **more} for name, more in {
                   "plain": {}, "job": {"reasoning_effort": "w7"},
@@ -148,7 +125,7 @@ def test_fields_of_vllm_reach_the_engine(runs, words):
     template = runs.folder / "template"
     template.write_text(
         "{% for m in messages %}{{ m.content }} {% endfor %}{{ extra }} {{ reasoning_effort }}")
-    with LLM(words, dtype="float32", device="cpu") as llm:
+    with LLM(words_model, dtype="float32", device="cpu") as llm:
         (whole, other) = llm.generate(["w8 w9", "w7"], max_new_tokens=6)
         third = whole.token_ids[2]
         (banned,) = llm.generate(["w8 w9"], max_new_tokens=6, logit_bias={third: -100})
@@ -181,11 +158,11 @@ def test_fields_of_vllm_reach_the_engine(runs, words):
                                                             "stop_token_ids": []}])
     runs(*flags, "--overwrite")
     assert runs.texts()["job"] == [stopped] and runs.texts()["own"][0]["text"] == whole.text
-    for words_, given in (("both give top_k", ["--top-k", "1", "--request-defaults",
+    for words, given in (("both give top_k", ["--top-k", "1", "--request-defaults",
                                                '{"top_k": 2}']),
                           ("JSON object", ["--request-defaults", "[]"]),
                           ("unknown key 'model'", ["--request-defaults", '{"model": "x"}'])):
-        assert words_ in runs(*given, status=2)
+        assert words in runs(*given, status=2)
 
 
 def test_a_request_without_a_length_ends_with_the_positions(runs):
@@ -221,7 +198,7 @@ def test_failed_requests_do_not_stop_the_job(runs):
     bad = [{"id": "r0", "prompt": "w3"}, "{broken\n", {"id": "t", "prompt": "w3", "tools": [1]},
            {"id": "long", "prompt": long}, {"id": "much", "prompt": "w3", "max_tokens": 300},
            {"id": "big", "prompt": [5, 4000]}, {"id": "m", "prompt": "w3", "model": "gpt-4"}]
-    runs.input([*some(2), *bad])
+    runs.input([*requests(2), *bad])
     errors = runs.folder / "errors.jsonl"
     told = runs("--errors", str(errors))
     assert "9 of 9 requests answered, 7 of them failed" in told
@@ -251,14 +228,14 @@ def test_failed_requests_do_not_stop_the_job(runs):
 def test_a_strict_job_runs_all_or_nothing(runs):
     runs()
     before = runs.output.read_bytes()
-    runs.input([*some(), {"prompt": " ".join(["w4"] * 400)}])
+    runs.input([*requests(), {"prompt": " ".join(["w4"] * 400)}])
     told = runs("--strict", "--overwrite", status=2)
     assert "1 of 13 requests" in told and "line 13: prompt of line 13 has 400 tokens" in told
     assert runs.output.read_bytes() == before
     runs.output.unlink()
     runs("--strict", status=2)
     assert not runs.output.exists()
-    runs.input(some(2))
+    runs.input(requests(2))
     assert "2 of 2 requests answered" in runs("--strict")
 
 
@@ -268,7 +245,7 @@ def test_a_strict_job_runs_all_or_nothing(runs):
 def test_texts_do_not_depend_on_policy_grouping_or_order(runs, flags, tmp_path):
     runs()
     first = runs.texts()
-    runs.input(some()[::-1])
+    runs.input(requests()[::-1])
     runs("--overwrite", "--offload-dir", str(tmp_path / "offload"), *flags)
     assert runs.texts() == first and len(first) == 12
 
@@ -313,7 +290,7 @@ def test_memory_does_not_grow_with_the_number_of_requests(tmp_path, monkeypatch)
     monkeypatch.setattr(results.os, "fsync", lambda descriptor: None)
     most = {}
     for count in (200, 600):
-        path = write(tmp_path / "in.jsonl", [{"prompt": [7] * 300, "n": 1 + number % 2}
+        path = write_lines(tmp_path / "in.jsonl", [{"prompt": [7] * 300, "n": 1 + number % 2}
                                              for number in range(count)])
         llm = InstantLLM()
         tracemalloc.start()
@@ -346,8 +323,9 @@ class SmallLLM(InstantLLM):
 @pytest.mark.parametrize("room", [4, 100, 1000])
 def test_requests_that_do_not_fit_together_run_apart(tmp_path, caplog, room):
     lengths = [3, 9, 30, 1, 12, 2, 21, 5, 4, 1]
-    path = write(tmp_path / "in.jsonl", [{"prompt": [7] * length, "id": number, "n": 1 + number % 2}
-                                         for number, length in enumerate(lengths)])
+    path = write_lines(tmp_path / "in.jsonl", [
+        {"prompt": [7] * length, "id": number, "n": 1 + number % 2}
+        for number, length in enumerate(lengths)])
     work, progress = run_job(SmallLLM(room), path)
     lines = {line["custom_id"]: line["response"] for line in read_jsonl(tmp_path / "out")}
     fitting = {str(number) for number, length in enumerate(lengths) if length <= room}
@@ -375,7 +353,7 @@ class DamagedLLM(InstantLLM):
 
 @pytest.mark.parametrize("damaged", [{0}, {4}, {1, 3, 4}])
 def test_requests_whose_logits_are_not_finite_fail_alone(tmp_path, damaged):
-    path = write(tmp_path / "in.jsonl", [
+    path = write_lines(tmp_path / "in.jsonl", [
         {"prompt": [9 if number in damaged else 7], "id": number, "n": 1 + number % 2}
         for number in range(5)])
     _, progress = run_job(DamagedLLM(), path)
@@ -386,14 +364,14 @@ def test_requests_whose_logits_are_not_finite_fail_alone(tmp_path, damaged):
 
 
 def test_a_model_whose_logits_are_not_finite_ends_the_job(tmp_path):
-    path = write(tmp_path / "in.jsonl", [{"prompt": [9], "id": number} for number in range(9)])
+    path = write_lines(tmp_path / "in.jsonl", [{"prompt": [9], "id": name} for name in range(9)])
     refused(lambda: run_job(DamagedLLM(), path), "logits of prompt 0 are not finite")
     assert len(read_jsonl(tmp_path / "out")) == 1
 
 
 def test_job_writes_progress_csv_and_plot(runs, tmp_path):
     """A progress file, a CSV row, a picture, and the settings beside the results."""
-    runs.input([*some(), "{broken\n"])
+    runs.input([*requests(), "{broken\n"])
     files = {name: tmp_path / name for name in ("p.json", "r.csv", "p.png")}
     told = runs("--progress-file", str(files["p.json"]), "--csv", str(files["r.csv"]), "--plot",
                 str(files["p.png"]))
@@ -437,7 +415,7 @@ def test_progress_counts_by_a_clock_of_its_own(tmp_path, monkeypatch):
 
 
 def test_a_dry_run_counts_and_predicts(runs):
-    runs.input([*some(), "{broken\n"])
+    runs.input([*requests(), "{broken\n"])
     argv = [flag for flag in runs.argv() if flag not in ("-o", str(runs.output))]
     for flags, status in (([], 0), (["--percent", "auto"], 0), (["--strict"], 2)):
         runs.capsys.readouterr()
@@ -611,7 +589,7 @@ print("ended", *codes)
 @pytest.mark.full
 def test_killed_job_resumes_with_the_same_answers(runs):
     moments = 20
-    runs.input(["{broken\n", *some(90)])
+    runs.input(["{broken\n", *requests(90)])
     done = subprocess.run([sys.executable, "-c", KILLER, *runs.argv("--window", "7"),
                            str(moments)],
                           capture_output=True, text=True, env=environment())
@@ -625,11 +603,11 @@ def test_killed_job_resumes_with_the_same_answers(runs):
 # --- what is refused
 
 
-def test_results_of_another_job_are_refused(runs, words, tmp_path, tiny_model):
-    runs.input(some(3))
+def test_results_of_another_job_are_refused(runs, words_model, tmp_path, tiny_model):
+    runs.input(requests(3))
     runs()
     other = with_words(tiny_model("llama_head_dim").folder, tmp_path / "other")
-    for flags, words_ in ((["--model", other], "was made with model"),
+    for flags, words in ((["--model", other], "was made with model"),
                           (["--seed", "4"], "was made with seed 0, now it is 4"),
                           (["--temperature", "0"], "was made with temperature 1.0"),
                           (["--hh-ratio", "0.2"], "was made with h2o None"),
@@ -637,10 +615,10 @@ def test_results_of_another_job_are_refused(runs, words, tmp_path, tiny_model):
                           (["--cache-bits", "4", "--key-bits", "8"],
                            "was made with cache_bits 16, now it is [8, 4]"),
                           (["--gen-len", "8"], "was made with gen_len 32")):
-        assert words_ in runs(*flags, status=2)
-    runs.input([*some(2), {"id": "r2", "prompt": "w9"}])
+        assert words in runs(*flags, status=2)
+    runs.input([*requests(2), {"id": "r2", "prompt": "w9"}])
     assert "line" in runs(status=2) and "answers a request that --input" in runs(status=2)
-    runs.input(some(5))  # more than before
+    runs.input(requests(5))  # more than before
     assert "finished; 5 of 5" in runs()
     os.unlink(f"{runs.output}.config.yaml")
     assert "cannot be resumed" in runs(status=2)

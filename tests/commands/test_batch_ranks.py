@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from helpers import selection
+from helpers.batch_jobs import answers, job_flags, requests, write_lines
 from helpers.error_cases import error_line, refused
-from helpers.read_back import read_jsonl
 from helpers.subprocesses import environment
-from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o.commands import batch
 from flexgen_h2o.config.parallel import TorchrunEnv, check_world_size, torchrun_env
@@ -107,9 +106,9 @@ class Job:
 
 JOBS = {
     "rank 1 killed": Job(PIPELINE, [2, -9], "has gone", 1, "kill"),
-    "replica 1 killed": Job(REPLICAS, [0, -9], None, 1, "kill", "results"),
 }
 RARE = {
+    "replica 1 killed": Job(REPLICAS, [0, -9], None, 1, "kill", "results"),
     "pipeline": Job(PIPELINE, [0, 0]),
     "rank 1 stopped": Job(PIPELINE, [2, -9], "has not answered for 4 s", 1, "stop"),
     "rank 1 hangs": Job(PIPELINE, [2, 2], "has made no progress for 4 s", 1, "hang"),
@@ -126,41 +125,18 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def words(tiny_model, folder) -> str:
-    """A tiny model with a tokenizer."""
-    return with_words(tiny_model("llama").folder, folder / "words")
-
-
-def argv(folder: Path, words: str, name: str) -> list[str]:
-    return ["-i", str(folder / "in.jsonl"), "-o", str(folder / f"{name}.jsonl"), "--model", words,
-            "--dtype", "float32", "--device", "cpu", "--gpu-batch-size", "2"]
-
-
-def answers(path: Path) -> dict[str, object]:
-    """Return the errors or choices by the id of their request; no id is there twice."""
-    lines = read_jsonl(path)
-    found = {line["id"]: line["error"] or line["response"]["body"]["choices"] for line in lines}
-    assert len(found) == len(lines)
-    return found
-
-
-@pytest.fixture(scope="module")
-def whole(folder, words) -> dict[str, object]:
+def whole(folder, words_model) -> dict[str, object]:
     """The answers of one process to 21 requests, one of which fails."""
-    lines = [json.dumps({
-        "id": f"r{number}", "max_tokens": 3 + number % 5, "temperature": (0, 1, 0.7)[number % 3],
-        "prompt": " ".join(f"w{3 + (number * 7 + i) % 90}" for i in range(2 + number * 5 % 11))})
-        for number in range(20)]
-    (folder / "in.jsonl").write_text("\n".join([*lines, "{broken"]) + "\n")
-    assert batch.main(argv(folder, words, "one")) == 0
+    write_lines(folder / "in.jsonl", [*requests(20), "{broken\n"])
+    assert batch.main(job_flags(folder, words_model, "one.jsonl")) == 0
     return answers(folder / "one.jsonl")
 
 
 @pytest.fixture(scope="module")
-def ran(folder, words, whole) -> dict[str, list]:
+def ran(folder, words_model, whole) -> dict[str, list]:
     """Exit codes and seconds of all jobs that are tried."""
     jobs = JOBS | (RARE if selection.every_case else {})
-    given = [asdict(job) | {"argv": [*argv(folder, words, name), *job.flags],
+    given = [asdict(job) | {"argv": job_flags(folder, words_model, f"{name}.jsonl", *job.flags),
                             "ranks": len(job.codes), "said": str(folder / f"{name}.txt")}
              for name, job in jobs.items()]
     done = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(given)], text=True,
@@ -171,7 +147,7 @@ def ran(folder, words, whole) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("name", [*JOBS, *selection.full(*RARE)])
-def test_a_job_survives_its_ranks(folder, words, whole, ran, capsys, name):
+def test_a_job_survives_its_ranks(folder, words_model, whole, ran, capsys, name):
     job, said = (JOBS | RARE)[name], (folder / f"{name}.txt").read_text()
     codes, seconds = ran[name]
     assert codes == job.codes and seconds < 60, said
@@ -182,13 +158,13 @@ def test_a_job_survives_its_ranks(folder, words, whole, ran, capsys, name):
         line = error_line(said[said.index("error: "):], job.error)
         assert job.error == GONE or f"rank {job.disturbed} (" in line
         assert 0 < len(found) < 21
-        assert batch.main(argv(folder, words, name)) == 0
+        assert batch.main(job_flags(folder, words_model, f"{name}.jsonl")) == 0
         assert "resuming: " in capsys.readouterr().out
     assert answers(folder / f"{name}.jsonl") == whole
     assert not list(folder.glob(f"{name}.jsonl.rank*"))
 
 
-def test_world_size_must_match_the_flags(folder, words, monkeypatch, capsys):
+def test_world_size_must_match_the_flags(folder, words_model, monkeypatch, capsys):
     (folder / "a.jsonl").write_text('{"prompt": "w3"}\n')
     for started, flags, message in (
             (None, ["--pipeline-parallel", "2"],
@@ -203,7 +179,8 @@ def test_world_size_must_match_the_flags(folder, words, monkeypatch, capsys):
                 monkeypatch.setenv(name, str(value))
         else:
             monkeypatch.delenv("WORLD_SIZE", raising=False)
-        command = [*argv(folder, words, "none"), "-i", str(folder / "a.jsonl"), *flags]
+        command = job_flags(folder, words_model, "none.jsonl", "-i", str(folder / "a.jsonl"),
+                            *flags)
         assert batch.main(command) == 2
         assert message in error_line(capsys.readouterr().err)
     assert not (folder / "none.jsonl").exists()

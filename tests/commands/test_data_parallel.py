@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from helpers.batch_jobs import answers, job_flags, requests, write_lines
 from helpers.error_cases import command_refused, refused
-from helpers.read_back import read_jsonl
-from helpers.tiny_tokenizers import with_words
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -164,35 +161,11 @@ def test_without_a_launcher_a_line_says_how_to_start_it(refuses_flags, monkeypat
 # --- whole jobs
 
 
-@pytest.fixture(scope="module")
-def words(tiny_model, tmp_path_factory) -> str:
-    """A tiny model with a tokenizer of words."""
-    return with_words(tiny_model("llama").folder, tmp_path_factory.mktemp("words"))
-
-
-@pytest.fixture
-def job(tmp_path, words) -> list[str]:
-    """The flags of a job of 21 requests, one of which fails."""
-    lines = [json.dumps({"id": f"r{number}", "max_tokens": 3 + number % 4,
-                         "temperature": (0, 1, 0.7)[number % 3], "prompt": " ".join(
-                             f"w{3 + (number * 7 + i) % 90}" for i in range(2 + number * 5 % 11))})
-             for number in range(20)]
-    (tmp_path / "in.jsonl").write_text("\n".join([*lines, "{broken"]) + "\n")
-    return ["-i", str(tmp_path / "in.jsonl"), "--model", words, "--dtype", "float32", "--device",
-            "cpu", "--gpu-batch-size", "2", "--memory-limit", "200MB"]
-
-
-def answers(path: Path) -> dict[str, object]:
-    """The lines of results by their ids, without the time; no id is there twice."""
-    lines = read_jsonl(path)
-    found = {line["id"]: line["error"] or line["response"]["body"]["choices"] for line in lines}
-    assert len(found) == len(lines)
-    return found
-
-
-def test_leftover_replica_files_are_resumed(job, tmp_path, capsys):
+def test_leftover_replica_files_are_resumed(words_model, tmp_path, capsys):
     out, bad = tmp_path / "out.jsonl", tmp_path / "bad.jsonl"
-    flags = [*job, "-o", str(out), "--errors", str(bad)]
+    write_lines(tmp_path / "in.jsonl", [*requests(20), "{broken\n"])
+    flags = job_flags(tmp_path, words_model, "out.jsonl", "--errors", str(bad), "--memory-limit",
+                      "200MB")
     assert batch.main(flags) == 0
     whole, failed = answers(out), bad.read_text()
     lines = out.read_text().splitlines(keepends=True)

@@ -32,8 +32,9 @@ from helpers import selection
 from helpers.error_cases import error_line
 from helpers.fakes import LazyDevice
 from helpers.internals import READ, WRITE, open_devices
+from helpers.random_models import LARGE, TINY, write_model
 from helpers.subprocesses import environment
-from planning.test_memory import LINUX, TINY, write_model
+from helpers.tiny_tokenizers import with_words
 
 import flexgen_h2o
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -44,7 +45,7 @@ from flexgen_h2o.storage.disk import RUN_PREFIX, WORKERS, Disk
 from flexgen_h2o.storage.tiers import PAGE, Pages
 from flexgen_h2o.storage.transfer import LANES
 
-pytestmark = LINUX
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 
 HANG = 100  # seconds that a child may take, far more than on a busy machine
 FILE = "model.safetensors"
@@ -58,11 +59,11 @@ each; what another engine left behind is.
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The folder of a model of a megabyte that takes 512 tokens."""
-    folder = tmp_path_factory.mktemp("long") / "tiny"
-    write_model(folder, TINY | {"max_position_embeddings": 512, "num_hidden_layers": 2,
-                                "vocab_size": 1000})
-    return folder
+    """The folder of a model of a megabyte that takes 512 tokens, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("long")
+    write_model(folder / "bare", TINY | {"max_position_embeddings": 512, "num_hidden_layers": 2,
+                                         "vocab_size": 1000})
+    return with_words(folder / "bare", folder / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,7 @@ def ended(tmp_path_factory, model):
         input=json.dumps(cases), capture_output=True, text=True,
         env=environment(*folders, OMP_NUM_THREADS="1"), timeout=HANG * (len(cases) + 1))
     assert done.returncode == 0, done.stderr
+    shutil.rmtree(root / "large", ignore_errors=True)
     return {(work, name): child | {"folder": Path(arguments[0])}
             for (work, name, arguments), child in zip(cases, json.loads(done.stdout), strict=True)}
 
@@ -123,19 +125,25 @@ def note_time() -> None:
     Path("time").write_text(f"{time.monotonic()} {time.process_time()}")
 
 
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def status(key: str) -> int:
+    """Return a size in /proc/self/status in bytes: VmRSS is in memory, VmHWM was at most."""
+    (size,) = re.findall(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(size) * 1024
+
+
+def forget_peak() -> None:
+    """Let VmHWM begin with what is in memory."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def held() -> dict[str, int]:
     """What this process holds and could leak."""
     gc.collect()
     objects = gc.get_objects()
-    names = [each.name for each in threading.enumerate()]
+    names = [thread.name for thread in threading.enumerate()]
     return {"descriptors": len(os.listdir("/proc/self/fd")),
             "threads": len(names) - len(POOLS.intersection(names)),
-            "buffers": sum(type(each) is Pages for each in objects), "objects": len(objects),
+            "buffers": sum(type(item) is Pages for item in objects), "objects": len(objects),
             "mappings": len(Path("/proc/self/maps").read_text().splitlines())}
 
 
@@ -171,9 +179,9 @@ def in_child_decode(folder: str, model: str, disk: int, heavy: float | None) -> 
     def look(forward_pass: int) -> None:
         for point in (FIRST, LAST):
             if 0 <= point - forward_pass < 5:
-                found = {**held(), "bytes": resident()}
-                least = seen.get(point, found)
-                seen[point] = {name: min(value, least[name]) for name, value in found.items()}
+                counts = {**held(), "bytes": status("VmRSS")}
+                least = seen.get(point, counts)
+                seen[point] = {name: min(value, least[name]) for name, value in counts.items()}
 
     h2o = None if heavy is None else H2OConfig(heavy_ratio=heavy)
     with at_each_token(look), LLM(model, policy=placed(disk), h2o=h2o, device="cpu",
@@ -183,7 +191,7 @@ def in_child_decode(folder: str, model: str, disk: int, heavy: float | None) -> 
 
 
 @pytest.mark.parametrize(("disk", "heavy"), [
-    (0, 0.25), (100, 0.25), *selection.full_cases((0, None), (100, None))])
+    (100, 0.25), *selection.full_cases((0, 0.25), (0, None), (100, None))])
 def test_memory_does_not_grow_with_the_steps(ended, disk, heavy):
     """With weights and cache in memory and on disk, the full cache and H2O."""
     child = ended["decode", f"{disk} {heavy}"]
@@ -271,6 +279,126 @@ def test_pinned_memory_is_released(model, tmp_path, monkeypatch):
     assert locked == []
 
 
+def in_child_prompt(folder: str, model: str, chunk: int | None) -> dict:
+    """Return the memory that a prompt of 4,000 tokens takes for a moment, and its cache's bytes."""
+    write_model(Path(folder) / "long", TINY | {"max_position_embeddings": 8192})
+    with LLM(f"{folder}/long", policy=Policy(gpu_batch_size=1, prefill_chunk=chunk),
+             h2o=H2OConfig(heavy_ratio=0.1), device="cpu", dtype="bfloat16",
+             progress=False) as llm:
+        llm.generate([[5] * 40], max_new_tokens=3)
+        before = status("VmRSS")
+        forget_peak()
+        llm.generate([[(7 * i) % 3999 for i in range(4000)]], max_new_tokens=3, eos_token_id=-1)
+        return {"above": status("VmHWM") - before, "cache": llm.stats.kv_cache_bytes}
+
+
+@pytest.mark.parametrize("chunk", [None, *selection.full(500)])
+def test_a_long_prompt_takes_linear_memory(ended, chunk):
+    """4,000 tokens, whose caches are far less than one matrix of scores."""
+    child = ended["prompt", str(chunk)]
+    assert child["status"] == 0, child
+    whole = 4000 * 3 * 2 * 2 * 32 * 2  # layers, keys and values, KV heads, head_dim, bfloat16
+    assert child["result"]["cache"] == whole // 5
+    scores = 4 * 4000 * 4000 * 4  # of the four heads of one layer, in float32
+    # The keys and values twice and activations as large as they; a tenth of the matrix for threads'
+    # buffers and the allocator.
+    assert child["result"]["above"] < 3 * whole + scores // 10, child
+
+
+def in_child_write(folder: str, model: str) -> None:
+    """Write the models of the next children beside their folders."""
+    for name, config in (("large", LARGE), ("small", TINY)):
+        write_model(Path(folder).parent / name, config)
+
+
+def in_child_run(folder: str, model: str, gpu: int, name: str) -> dict:
+    """Return the peak of memory of a run of a model with weights on disk, or not."""
+    policy = Policy(weights=Placement(gpu, 0, 100 - gpu), gpu_batch_size=4)
+    with LLM(Path(folder).parent / name, policy=policy, device="cpu", dtype="bfloat16",
+             offload_dir=folder, progress=False) as llm:
+        prompts = [[(7 * i + j) % 4000 for j in range(48)] for i in range(4)]
+        llm.generate(prompts, max_new_tokens=6, eos_token_id=-1)
+        stats, config = llm.stats, llm.model_config
+    return {"peak": status("VmHWM"), "cache": stats.kv_cache_bytes,
+            "read": stats.links.get("disk->cpu", [0])[0], "layer": 2 * config.layer_parameters(),
+            "tables": 2 * (config.embed_parameters() + config.head_parameters()),
+            "model": 2 * config.num_parameters()}
+
+
+@pytest.mark.full
+def test_weights_on_disk_are_never_all_in_memory(ended):
+    bare, away, here = (ended["run", name]["result"] for name in ("100 small", "0 large",
+                                                                 "100 large"))
+    # A layer that computes, one that is read and one of workspace; and as much again and a layer
+    # for what the allocator keeps of what was freed. That is seven layers of 26.
+    bound = bare["peak"] + 7 * away["layer"] + away["tables"] + away["cache"]
+    assert away["model"] > 600_000_000, away
+    assert away["read"] > 6 * 0.95 * (away["model"] - away["tables"]), away
+    assert away["peak"] < bound, (bare, away)
+    assert here["peak"] > bound, ("the bound would hold with all in memory too", bare, here)
+
+
+def in_child_quantize(folder: str, model: str) -> dict:
+    """Return the peak of memory of opening a model with weights on disk in 4 bits."""
+    root = Path(folder).parent
+    with LLM(root / "large", policy=Policy(weights=Placement(0, 0, 100)), device="cpu",
+             dtype="bfloat16", weight_bits=4, weight_cache=root / "quantized",
+             progress=False) as llm:
+        peak = status("VmHWM")
+        llm.generate([[1]], max_new_tokens=1)
+        return {"peak": peak, "weights": llm.stats.weight_bytes,
+                "layer": 2 * llm.model_config.layer_parameters()}
+
+
+@pytest.mark.full
+def test_weights_are_quantized_a_few_tensors_at_a_time(ended):
+    first, again = (ended["quantize", name]["result"] for name in ("first", "again"))
+    assert first["weights"] > 3 * first["layer"], "as much as that would be seen"
+    # The tensors at work, with their codes, are less than two layers; and as much for what the
+    # allocator keeps of those before them. The whole model has 28.
+    assert first["peak"] - again["peak"] < 4 * first["layer"], (first, again)
+
+
+def in_child_engines(folder: str, model: str) -> list[list]:
+    """Return memory, what is held, and bytes of weights and cache after each of 10 engines."""
+    place, after = Placement(50, 0, 50), []
+    for _ in range(10):
+        with LLM(Path(folder).parent / "small", device="cpu", dtype="bfloat16",
+                 offload_dir=f"{folder}/offload", progress=False, policy=Policy(
+                     gpu_batch_size=8, num_gpu_batches=2, weights=place, cache=place,
+                     activations=place)) as llm:
+            llm.generate([[1 + i] * 100 for i in range(9)], max_new_tokens=18, eos_token_id=-1)
+            after.append([status("VmRSS"), held(), llm.stats.kv_cache_bytes
+                          + llm.stats.weight_bytes])
+    return after
+
+
+@pytest.mark.full
+def test_engines_leave_nothing_behind(ended):
+    resident, counts, sizes = zip(*ended["engines", ""]["result"], strict=True)
+    # Of two neighbours the smaller. Half of what the engines between would take if each kept its
+    # cache and weights: the allocator may keep some of what was freed.
+    assert min(resident[-2:]) - min(resident[1:3]) < sum(sizes[2:-1]) / 2, (resident, sizes)
+    for key in ("descriptors", "threads", "buffers"):
+        assert len({count[key] for count in counts[1:]}) == 1, (key, counts)
+
+
+TRAINING_MODULES = ("torch._dynamo", "torch._inductor", "sympy", "triton", "accelerate", "scipy",
+                    "matplotlib")
+
+
+def in_child_imports(folder: str, model: str) -> list[str]:
+    """Return the modules for training that generating from a text imports."""
+    with LLM(model, h2o=H2OConfig(heavy_ratio=0.2), device="cpu", progress=False) as llm:
+        llm.generate(["w1 w2 ### w118"], max_new_tokens=2, do_sample=True, temperature=0.5, top_k=9)
+    return [name for name in TRAINING_MODULES if name in sys.modules]
+
+
+def test_generating_imports_no_training_modules(ended):
+    child = ended["imports", ""]
+    assert (child["status"], child["result"]) == (0, []), child
+
+
 # Errors of the disk, and threads that die
 
 
@@ -337,7 +465,7 @@ def in_child_fault(folder: str, model: str, *form) -> dict:
     place = Placement(0, 0, 100)
     policy = Policy(gpu_batch_size=1, num_gpu_batches=2, weights=place, cache=place,
                     overlap=overlap)
-    found = {"error": None, "tokens": None, "again": None}
+    result = {"error": None, "tokens": None, "again": None}
     llm = LLM(model, policy=policy, weight_bits=bits, weight_cache=f"{folder}/weights",
               device="cpu", dtype="bfloat16", offload_dir=str(offload), progress=False)
     [file] = Path(folder).glob(f"weights/*/{FILE}" if bits != 16 else f"tiny/{FILE}")
@@ -351,27 +479,29 @@ def in_child_fault(folder: str, model: str, *form) -> dict:
     patch = failing(armed, *ERRORS[fault]) if fault in ERRORS else contextlib.nullcontext()
     with patch, at_each_token(look):
         try:
-            found["tokens"] = tokens(NEW)
+            result["tokens"] = tokens(NEW)
         except (UserError, RuntimeError) as error:
-            found["error"] = str(error)
-    found["armed"] = armed.is_set()
-    found["left"] = os.listdir(offload)
+            result["error"] = str(error)
+    result["armed"] = armed.is_set()
+    result["left"] = os.listdir(offload)
     try:
-        found["again"] = tokens(4)
+        result["again"] = tokens(4)
     except UserError as error:
-        found["again"] = str(error)
+        result["again"] = str(error)
     llm.close()
-    found["closed"] = os.listdir(offload)
-    found["threads"] = [each.name for each in threading.enumerate()]
-    return found
+    result["closed"] = os.listdir(offload)
+    result["threads"] = [thread.name for thread in threading.enumerate()]
+    return result
 
 
-FAULTS = ["none", *ERRORS, *CHANGES]
+COMMON_FAULTS = ["none", "weights read", "disk full", "writer dies", "halved"]
+FAULTS = [*COMMON_FAULTS, *(fault for fault in (*ERRORS, *CHANGES) if fault not in COMMON_FAULTS)]
 
 
 @pytest.mark.parametrize(("bits", "overlap"), [
     (4, True), *selection.full_cases((16, True), (4, False))])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [
+    *COMMON_FAULTS, *selection.full(*FAULTS[len(COMMON_FAULTS):])])
 def test_a_fault_ends_the_run_and_not_the_engine(ended, bits, overlap, fault):
     child, plain = (ended["fault", f"{bits} {overlap} {name}"] for name in (fault, "none"))
     assert child["status"] == 0 and child["err"] == "", "a hang if it is -SIGALRM"
@@ -427,7 +557,11 @@ LIMITS = {
 no folders, not even from root."""
 
 
-@pytest.mark.parametrize("case", LIMITS)
+COMMON_LIMITS = ("home, cache on disk", "home, converted", "size, cache on disk", "size, quantized")
+
+
+@pytest.mark.parametrize("case", [
+    *COMMON_LIMITS, *selection.full(*(case for case in LIMITS if case not in COMMON_LIMITS))])
 def test_read_only_home_and_limited_file_size(ended, case):
     child = ended["limit", case]
     said = LIMITS[case][3]
@@ -482,10 +616,11 @@ def interrupt_at(spots: list[str], number: int = signal.SIGINT) -> None:
     def patched(spot: str, work):
         def call(*args, **options):
             with lock:
-                mine = waiting[:1] == [spot]
-                if mine:
+                is_next = waiting[:1] == [spot]
+                if is_next:
                     waiting.pop(0)
-                last, later = mine and not waiting, not (mine or waiting) and spot in CLEANING
+                last = is_next and not waiting
+                later = not (is_next or waiting) and spot in CLEANING
             if last:
                 note_time()
                 os.kill(os.getpid(), number)
@@ -516,18 +651,18 @@ def in_child_interrupt(folder: str, model: str, spots: list[str], flags: list[st
     runpy.run_module("flexgen_h2o.flex_opt", run_name="__main__", alter_sys=True)
 
 
-FEW = ("loading", "quantizing", "prefill, at a write", "decode, by SIGTERM", "decode, at a read")
+COMMON_PHASES = ("loading", "prefill, at a write", "decode, by SIGTERM")
 
 
 @pytest.mark.parametrize("phase", [
-    *FEW, *selection.full(*(phase for phase in PHASES if phase not in FEW))])
+    *COMMON_PHASES, *selection.full(*(phase for phase in PHASES if phase not in COMMON_PHASES))])
 def test_an_interrupt_ends_the_command(ended, phase):
-    found = ended["interrupt", phase]
-    assert found["status"] == 128 + (PHASES[phase][2:] or (signal.SIGINT,))[0], found
-    assert found["err"] == "interrupted\n" and found["out"] == "", found
-    wall, cpu = found["seconds"]
-    assert wall < 10 and cpu < 2, found
-    offload, cache = found["folder"] / "offload", found["folder"] / "cache"
+    child = ended["interrupt", phase]
+    assert child["status"] == 128 + (PHASES[phase][2:] or (signal.SIGINT,))[0], child
+    assert child["err"] == "interrupted\n" and child["out"] == "", child
+    wall, cpu = child["seconds"]
+    assert wall < 10 and cpu < 2, child
+    offload, cache = child["folder"] / "offload", child["folder"] / "cache"
     assert not offload.exists() or list(offload.iterdir()) == []
     kept = list(cache.glob("[!.]*/[!.]*")) if cache.exists() else []
     assert [path.name for path in kept] == [FILE] * (phase.endswith(("write", "read"))), kept
@@ -539,11 +674,18 @@ def test_an_interrupt_ends_the_command(ended, phase):
 ALL = selection.every_case
 CASES = [
     ("calls", "", []),
-    *(("decode", f"{disk} {heavy}", [disk, heavy])
-      for disk in (0, 100) for heavy in (0.25, *([None] if ALL else []))),
+    ("imports", "", []),
+    *([("write", "", []), ("quantize", "first", []), ("quantize", "again", []), ("engines", "", []),
+       *(("run", f"{gpu} {name}", [gpu, name])
+         for gpu, name in ((100, "small"), (0, "large"), (100, "large")))] if ALL else []),
+    *(("prompt", str(chunk), [chunk]) for chunk in (None, *([500] if ALL else []))),
+    *(("decode", f"{disk} {heavy}", [disk, heavy]) for disk, heavy in (
+        (100, 0.25), *([(0, 0.25), (0, None), (100, None)] if ALL else []))),
     *(("fault", f"{bits} {overlap} {fault}", [bits, overlap, fault])
       for bits, overlap in ((4, True), *([(16, True), (4, False)] if ALL else []))
-      for fault in FAULTS),
-    *(("limit", case, values[:3]) for case, values in LIMITS.items()),
-    *(("interrupt", phase, values) for phase, values in PHASES.items() if ALL or phase in FEW),
+      for fault in (FAULTS if ALL else COMMON_FAULTS)),
+    *(("limit", case, values[:3]) for case, values in LIMITS.items()
+      if ALL or case in COMMON_LIMITS),
+    *(("interrupt", phase, values) for phase, values in PHASES.items()
+      if ALL or phase in COMMON_PHASES),
 ]

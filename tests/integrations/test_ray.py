@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import subprocess
 import sys
 import time
@@ -12,10 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.batch_jobs import answers, job_flags, requests, write_lines
 from helpers.error_cases import command_refused, refused
 from helpers.programs import ROOT
 from helpers.read_back import read_jsonl
-from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, SamplingParams
 from flexgen_h2o.cli.replica_resources import PROCESS_BYTES, ReplicaResources
@@ -27,16 +26,7 @@ from flexgen_h2o.requests.results import ResultsFile
 
 ray = pytest.importorskip("ray")
 
-TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
-LIMIT = 192 << 20  # bytes of host memory of a replica
 ENGINE = {"dtype": "float32", "device": "cpu"}
-
-
-@pytest.fixture(scope="module")
-def words(tiny_model, tmp_path_factory) -> str:
-    """A tiny model with a tokenizer of words and a chat template."""
-    return with_words(tiny_model("llama").folder, tmp_path_factory.mktemp("words"),
-                      chat_template=TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -65,32 +55,8 @@ def command_line(process: psutil.Process) -> str:
         return ""
 
 
-def requests(count: int = 12) -> list[dict[str, object]]:
-    """Requests of several lengths and parameters."""
-    return [{"id": f"r{number}", "prompt": " ".join(f"w{3 + (number * 7 + i) % 90}"
-                                                    for i in range(2 + number * 5 % 11)),
-             "max_tokens": 3 + number % 4, "temperature": (0, 1, 0.7)[number % 3],
-             "n": 1 + (number == 4)} for number in range(count)]
-
-
-def flags(folder: Path, model: str, output: str, *more: str) -> list[str]:
-    return ["-i", str(folder / "in.jsonl"), "-o", str(folder / output), "--model", model,
-            "--dtype", "float32", "--device", "cpu", "--gpu-batch-size", "2", "--memory-limit",
-            str(LIMIT), *more]
-
-
-def answers(path: Path) -> dict[str, object]:
-    """The lines of results by their ids, without the time; no id is there twice."""
-    lines = read_jsonl(path)
-    found = {line["id"]: (line["response"] or {}).get("body", {}).get("choices")
-             or line["error"] or line["response"]["body"]["error"] for line in lines}
-    assert len(found) == len(lines)
-    return found
-
-
-def write(folder: Path, lines: list[object]) -> None:
-    (folder / "in.jsonl").write_text("".join(
-        line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+def flags(model: str, folder: Path, output: str, *more: str) -> list[str]:
+    return job_flags(folder, model, output, "--memory-limit", "192MiB", *more)
 
 
 def replicas() -> list[psutil.Process]:
@@ -108,12 +74,12 @@ def replicas() -> list[psutil.Process]:
 @pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
 def test_results_after_a_replica_was_killed(
-        cluster, words, tmp_path, monkeypatch, capsys, count):
+        cluster, words_model, tmp_path, monkeypatch, capsys, count):
     """The same as those of one process without Ray, of which the job continues some."""
-    write(tmp_path, [*requests(6), "{broken\n", {"id": "r0", "prompt": "w3"},
+    write_lines(tmp_path / "in.jsonl", [*requests(6), "{broken\n", {"id": "r0", "prompt": "w3"},
                      {"id": "long", "prompt": " ".join(["w4"] * 400)},
                      {"id": "chat", "messages": [{"role": "user", "content": "w5 w6"}]}])
-    assert batch.main(flags(tmp_path, words, "one.jsonl")) == 0
+    assert batch.main(flags(words_model, tmp_path, "one.jsonl")) == 0
     one = answers(tmp_path / "one.jsonl")
     assert len(one) == 10
     start = (tmp_path / "one.jsonl").read_text().splitlines(keepends=True)[:3]
@@ -132,7 +98,7 @@ def test_results_after_a_replica_was_killed(
 
     monkeypatch.setattr(ResultsFile, "add", add_and_kill)
     capsys.readouterr()
-    status = batch.main(flags(tmp_path, words, "two.jsonl", "--ray", "--replicas", str(count),
+    status = batch.main(flags(words_model, tmp_path, "two.jsonl", "--ray", "--replicas", str(count),
                               "--window", "2"))
     out, err = capsys.readouterr()
     assert status == 0, err
@@ -143,9 +109,9 @@ def test_results_after_a_replica_was_killed(
 
 
 @pytest.mark.full
-def test_a_killed_job_leaves_no_process_and_resumes(words, tmp_path, capsys):
-    write(tmp_path, requests())
-    argv = flags(tmp_path, words, "out.jsonl", "--window", "1")
+def test_a_killed_job_leaves_no_process_and_resumes(words_model, tmp_path, capsys):
+    write_lines(tmp_path / "in.jsonl", requests())
+    argv = flags(words_model, tmp_path, "out.jsonl", "--window", "1")
     process = subprocess.Popen(
         [sys.executable, "-m", "flexgen_h2o.batch", *argv, "--ray", "--replicas", "1"], cwd=ROOT,
         stderr=subprocess.PIPE, text=True)
@@ -171,7 +137,7 @@ def test_a_killed_job_leaves_no_process_and_resumes(words, tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_a_processor_answers_rows_and_reports_bad_ones(cluster, words, tmp_path):
+def test_a_processor_answers_rows_and_reports_bad_ones(cluster, words_model, tmp_path):
     from flexgen_h2o.integrations.ray import ProcessorConfig, build_processor
 
     rows = [{"id": number, "question": text, "sampling_params": {
@@ -179,7 +145,7 @@ def test_a_processor_answers_rows_and_reports_bad_ones(cluster, words, tmp_path)
         for number, text in enumerate(["w5 w6 w7", "w8", "w9 w10", "w8 w9", " ".join(["w4"] * 400),
                                        "w11 w12", "w13", "w14 w15"])]
     config = ProcessorConfig(
-        model_source=words, batch_size=2, concurrency=2, should_continue_on_error=True,
+        model_source=words_model, batch_size=2, concurrency=2, should_continue_on_error=True,
         engine_kwargs=ENGINE | {"workload": Workload(16, 8, gpu_batch_size=2, num_gpu_batches=1)})
     processor = build_processor(
         config, preprocess=lambda row: {"prompt": row["question"]},
@@ -192,7 +158,7 @@ def test_a_processor_answers_rows_and_reports_bad_ones(cluster, words, tmp_path)
     bad = found.pop(4)
     assert "400 tokens" in bad["__inference_error__"] and bad["generated_text"] == ""
     assert bad["question"] == rows[4]["question"]  # it has passed by postprocess
-    with LLM(words, **ENGINE) as llm:
+    with LLM(words_model, **ENGINE) as llm:
         greedy = [number for number in found if number % 2 == 0]
         outputs = llm.generate([rows[number]["question"] for number in greedy], [
             SamplingParams(max_new_tokens=3 + number % 3) for number in greedy])
@@ -206,10 +172,10 @@ def test_a_processor_answers_rows_and_reports_bad_ones(cluster, words, tmp_path)
     assert config.resources().memory > PROCESS_BYTES + (128 << 20)
 
 
-def test_generator_takes_all_kinds_of_columns(words):
+def test_generator_takes_all_kinds_of_columns(words_model):
     from flexgen_h2o.integrations.ray import BatchGenerator
 
-    generator = BatchGenerator({"model": words, "progress": False, **ENGINE},
+    generator = BatchGenerator({"model": words_model, "progress": False, **ENGINE},
                                should_continue_on_error=True)
     chat = [{"role": "user", "content": "w5 w6"}]
     found = generator({"prompt": [None, [5, 6], "w7", None, "w7", "w7"],
@@ -223,15 +189,15 @@ def test_generator_takes_all_kinds_of_columns(words):
     assert "one of the two" in errors[2] and "no option 'warmth'" in errors[4]
     assert found["num_generated_tokens"].tolist() == [32, 2, 0, 0, 0, 4]
     assert found["num_input_tokens"].tolist() == [4, 2, 0, 0, 0, 1]
-    with LLM(words, **ENGINE) as llm:
+    with LLM(words_model, **ENGINE) as llm:
         (output,) = llm.generate(["w1 w5 w6 w2"], max_new_tokens=32)
     assert found["generated_text"][0] == output.text
     again = generator({"prompt": ["w7"], "sampling_params": [{"temperature": 1.0,
                                                               "max_tokens": 4}]})
     assert again["generated_tokens"][0].tolist() == found["generated_tokens"][5].tolist()
-    strict = BatchGenerator({"model": words, "progress": False, **ENGINE})
+    strict = BatchGenerator({"model": words_model, "progress": False, **ENGINE})
     refused(lambda: strict({"prompt": ["w7", None]}), "needs a prompt")
-    gone = BatchGenerator({"model": str(Path(words) / "none"), "progress": False})
+    gone = BatchGenerator({"model": str(Path(words_model) / "none"), "progress": False})
     refused(lambda: gone({"prompt": ["w7"]}), "none")
 
 
@@ -290,9 +256,9 @@ def test_flags_that_contradict_ray_raise(refuses_flags, more, words):
     refuses_flags(batch.main, ["-i", "a.jsonl", "-o", "b.jsonl", *more], words)
 
 
-def test_without_ray_the_error_says_what_to_install(words, tmp_path, monkeypatch, capsys):
-    write(tmp_path, requests(2))
+def test_without_ray_the_error_says_what_to_install(words_model, tmp_path, monkeypatch, capsys):
+    write_lines(tmp_path / "in.jsonl", requests(2))
     monkeypatch.setitem(sys.modules, "ray", None)
-    command_refused(batch.main, capsys, flags(tmp_path, words, "out.jsonl", "--ray"),
+    command_refused(batch.main, capsys, flags(words_model, tmp_path, "out.jsonl", "--ray"),
                     "pip install 'flexgen_h2o[ray]'")
     assert not (tmp_path / "out.jsonl").exists()
