@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import openai
 
 from flexgen_h2o.commands.serve import open_server, parse_args
+from flexgen_h2o.requests.tokenizing import RequestTokenizer
 
 DEADLINE = 60.0  # seconds until a test gives up
 
@@ -66,8 +68,9 @@ class Served:
 
 @contextmanager
 def serving(argv: list[str]) -> Iterator[Served]:
-    """Run a server in a thread."""
-    with open_server(parse_args(argv)) as server:
+    """Run a server in a thread. The process that renders chats starts with the first chat."""
+    with (mock.patch.object(RequestTokenizer, "start", lambda tokenizer: None),
+          open_server(parse_args(argv)) as server):
         thread = threading.Thread(target=server.run)
         thread.start()
         served = Served(server.url)

@@ -22,7 +22,7 @@ def greedy(count: int, **body) -> list[dict]:
             for number, prompt in enumerate(prompts(count))]
 
 
-def test_batch_answers_equal_those_of_generate(served, words):
+def test_batch_answers_equal_those_of_generate(served, words_model):
     lines = [*greedy(20), request("many", prompt=[[5, 6], [7]], n=2, seed=9, max_tokens=3),
              request("bad", prompt="w3", tools=[1]), request("url", "/v1/chat/completions",
                                                              messages=[{"role": "user",
@@ -36,7 +36,7 @@ def test_batch_answers_equal_those_of_generate(served, words):
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
     found = {line["custom_id"]: line["response"]["body"]["choices"]
              for line in served.lines(batch.output_file_id)}
-    with LLM(words, dtype="float32", device="cpu") as llm:
+    with LLM(words_model, dtype="float32", device="cpu") as llm:
         outputs = llm.generate(prompts(20), max_new_tokens=5)
     assert {name: found[name][0]["text"] for name in found if name != "many"} == {
         f"r{number}": output.text for number, output in enumerate(outputs)}
@@ -157,8 +157,8 @@ def test_an_expired_batch_keeps_its_answers(served, monkeypatch):
         "batch_expired"}
 
 
-def test_a_young_batch_does_not_wait_for_an_old_one(words, tmp_path):
-    with serving(flags(words, tmp_path, "--gpu-batch-size", "2")) as served:
+def test_a_young_batch_does_not_wait_for_an_old_one(words_model, tmp_path):
+    with serving(flags(words_model, tmp_path, "--gpu-batch-size", "2")) as served:
         old = served.batch(greedy(400, max_tokens=16, ignore_eos=True))
         served.wait(old.id, "in_progress")
         young = served.wait(served.batch(greedy(3)).id)
@@ -175,9 +175,9 @@ def test_too_many_batches_are_refused(served, monkeypatch):
     assert int(error.value.response.headers["retry-after"]) > 0
 
 
-def test_auto_plan_serves(words, tmp_path, monkeypatch, capsys):
+def test_auto_plan_serves(words_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("flexgen_h2o.planning.calibrate.load_or_calibrate",
                         lambda *_, **__: planning_cases.CPU)
-    with serving(flags(words, tmp_path, "--percent", "auto")) as served:
+    with serving(flags(words_model, tmp_path, "--percent", "auto")) as served:
         assert served.wait(served.batch(greedy(2)).id).request_counts.completed == 2
     assert "tokens/s" in capsys.readouterr().out

@@ -105,8 +105,8 @@ def test_old_batches_that_run_are_shown(served, monkeypatch):
     assert [batch["id"] for batch in status["batches"]] == [new.id, old.id]
 
 
-def test_events_show_what_tiers_hold_and_move(words, tmp_path):
-    argv = flags(words, tmp_path, "--percent", "0", "0", "100", "0")
+def test_events_show_what_tiers_hold_and_move(words_model, tmp_path):
+    argv = flags(words_model, tmp_path, "--percent", "0", "0", "100", "0")
     with serving(argv) as served:
         served.wait(served.batch([request("a", prompt="w1", max_tokens=4)]).id)
         status = status_until(served, lambda status: status["generation_tokens"])
@@ -116,7 +116,7 @@ def test_events_show_what_tiers_hold_and_move(words, tmp_path):
         assert tiers["disk"]["written_bytes"] == 0
 
 
-def test_events_end_with_the_server(words, tmp_path):
+def test_events_end_with_the_server(words_model, tmp_path):
     ended = threading.Event()
 
     def follow(url: str) -> None:
@@ -126,7 +126,7 @@ def test_events_end_with_the_server(words, tmp_path):
         ended.set()
 
     began = threading.Event()
-    with serving(flags(words, tmp_path)) as served:
+    with serving(flags(words_model, tmp_path)) as served:
         thread = threading.Thread(target=follow, args=(served.url,))
         thread.start()
         assert began.wait(DEADLINE)
@@ -134,8 +134,8 @@ def test_events_end_with_the_server(words, tmp_path):
     assert ended.is_set()
 
 
-def test_page_is_public_but_not_what_it_shows(words, tmp_path):
-    with serving(flags(words, tmp_path, "--api-key", "secret")) as served:
+def test_page_is_public_but_not_what_it_shows(words_model, tmp_path):
+    with serving(flags(words_model, tmp_path, "--api-key", "secret")) as served:
         assert served.http.get("/").status_code == 200
         assert served.http.get("/static/page.js").status_code == 200
         for path in ("/events", "/static", "/v1/files"):

@@ -24,10 +24,10 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "w5 w6"}], "te
 
 
 @pytest.fixture(scope="module")
-def texts(words) -> dict[str, str]:
+def texts(words_model) -> dict[str, str]:
     """What `generate` makes of some prompts."""
     prompts = ["w1 w5 w6 w2", "w8 w9", "w7"]
-    with LLM(words, dtype="float32", device="cpu") as llm:
+    with LLM(words_model, dtype="float32", device="cpu") as llm:
         return {prompt: output.text for prompt, output in
                 zip(prompts, llm.generate(prompts, max_new_tokens=6), strict=True)}
 
@@ -110,8 +110,8 @@ def test_unknown_models_are_not_found(served):
         served.openai.models.retrieve("gpt-4")
 
 
-def test_live_requests_come_before_batches(words, tmp_path):
-    with serving(flags(words, tmp_path, "--gpu-batch-size", "2")) as served:
+def test_live_requests_come_before_batches(words_model, tmp_path):
+    with serving(flags(words_model, tmp_path, "--gpu-batch-size", "2")) as served:
         batch = served.batch([request(f"r{number}", prompt="w3 w4", max_tokens=100,
                                       ignore_eos=True) for number in range(200)])
         served.wait(batch.id, "in_progress")
@@ -145,8 +145,8 @@ def test_a_full_queue_refuses_requests(served):
             assert time.monotonic() < until
 
 
-def test_the_end_of_the_server_ends_requests(words, tmp_path):
-    with serving(flags(words, tmp_path, "--max-block-seconds", "0.01",
+def test_the_end_of_the_server_ends_requests(words_model, tmp_path):
+    with serving(flags(words_model, tmp_path, "--max-block-seconds", "0.01",
                        "--max-queue", "2000")) as served:
         errors, begun = [], threading.Event()
 

@@ -24,9 +24,9 @@ def driver(downloads):
 
 
 @pytest.fixture
-def page(driver, words, tmp_path):
+def page(driver, words_model, tmp_path):
     """The page of a server without files."""
-    with serving(flags(words, tmp_path / "data")) as served:
+    with serving(flags(words_model, tmp_path / "data")) as served:
         page = browser.Page(driver, served.url)
         page.find("#state", "running")
         yield page
@@ -89,9 +89,9 @@ def test_running_batch_is_cancelled(page, tmp_path):
     page.find("#batches .status", "cancelled")
 
 
-def test_page_asks_for_the_key_until_it_is_right(driver, words, tmp_path, downloads):
+def test_page_asks_for_the_key_until_it_is_right(driver, words_model, tmp_path, downloads):
     before = len(lines_of(downloads, 0))
-    with serving(flags(words, tmp_path / "data", "--api-key", "secret")) as served:
+    with serving(flags(words_model, tmp_path / "data", "--api-key", "secret")) as served:
         page = browser.Page(driver, served.url)
         for key in ("wrong", "secret"):
             page.find("#key").send_keys(key + "\n")
@@ -105,13 +105,13 @@ def test_page_asks_for_the_key_until_it_is_right(driver, words, tmp_path, downlo
         assert "secret" not in driver.page_source
 
 
-def test_page_connects_again_after_a_restart(driver, words, tmp_path):
-    with serving(flags(words, tmp_path / "data")) as served:
+def test_page_connects_again_after_a_restart(driver, words_model, tmp_path):
+    with serving(flags(words_model, tmp_path / "data")) as served:
         page = browser.Page(driver, served.url)
         page.find("#state", "running")
     page.find("#state", "no connection")
     port = served.url.rpartition(":")[2]
-    with serving([*flags(words, tmp_path / "data"), "--port", port]):
+    with serving([*flags(words_model, tmp_path / "data"), "--port", port]):
         page.find("#state", "running")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -10,10 +11,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
-from helpers import selection
 from helpers.error_cases import refused
 from helpers.servers import DEADLINE, Served, flags, request, serving
 from helpers.subprocesses import environment
@@ -21,6 +22,7 @@ from helpers.subprocesses import environment
 from flexgen_h2o import LLM
 from flexgen_h2o.commands import serve
 from flexgen_h2o.requests.results import ResultsFile
+from flexgen_h2o.serving.server import Server
 from flexgen_h2o.serving.store import Batch, Counts, File, Store, StoreError, new_id
 
 KILLER = """
@@ -85,9 +87,10 @@ print("ended", *codes)
 """
 
 
-def test_a_killed_server_loses_nothing(words, tmp_path):
-    moments, log = (20 if selection.every_case else 2), tmp_path / "log"
-    argv = flags(words, tmp_path / "data")
+@pytest.mark.full
+def test_a_killed_server_loses_nothing(words_model, tmp_path):
+    moments, log = 20, tmp_path / "log"
+    argv = flags(words_model, tmp_path / "data")
     folder = os.path.dirname(os.path.dirname(__file__))
     done = subprocess.run([sys.executable, "-c", KILLER, *argv, str(log), str(moments)],
                           capture_output=True, text=True,
@@ -106,14 +109,14 @@ def test_a_killed_server_loses_nothing(words, tmp_path):
                      for line in served.lines(id)]
             assert sorted(line["custom_id"] for line in lines) == sorted(note["lines"])
             if batch.status == "completed":
-                assert texts(lines) == undisturbed(words, note["lines"])
+                assert texts(lines) == undisturbed(words_model, note["lines"])
 
 
 def texts(lines: list[dict]) -> dict[str, str]:
     return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
 
 
-def undisturbed(words: str, names: list[str]) -> dict[str, str]:
+def undisturbed(words_model: str, names: list[str]) -> dict[str, str]:
     """The texts of the requests of a killed server, from a server that is not killed."""
     from flexgen_h2o.requests.request import Defaults, parse_request
 
@@ -123,20 +126,20 @@ def undisturbed(words: str, names: list[str]) -> dict[str, str]:
         one = parse_request("/v1/completions", body, name, Defaults({"tiny"}, 32))
         prompts.append(one.prompts[0])
         params.append(one.choice_params(0))
-    with LLM(words, dtype="float32", device="cpu") as llm:
+    with LLM(words_model, dtype="float32", device="cpu") as llm:
         return {name: output.text for name, output in zip(
             names, llm.generate(prompts, params), strict=True)}
 
 
-def some(count: int) -> list[dict]:
+def lines_of(count: int) -> list[dict]:
     return [request(f"r{number}", prompt=f"w{3 + number % 50} w4", max_tokens=8, ignore_eos=True)
             for number in range(count)]
 
 
-def test_a_stopped_server_goes_on(words, tmp_path):
-    argv = flags(words, tmp_path, "--max-block-seconds", "0.01")
+def test_a_stopped_server_goes_on(words_model, tmp_path):
+    argv = flags(words_model, tmp_path, "--max-block-seconds", "0.01")
     with serving(argv) as served:
-        batch = served.batch(some(80))
+        batch = served.batch(lines_of(80))
         until = time.monotonic() + DEADLINE
         while not served.openai.batches.retrieve(batch.id).request_counts.completed:
             assert time.monotonic() < until
@@ -148,23 +151,32 @@ def test_a_stopped_server_goes_on(words, tmp_path):
         assert len(lines) == len({line["custom_id"] for line in lines}) == 80
 
 
-def test_sigterm_ends_the_server(words, tmp_path):
-    process = subprocess.Popen([sys.executable, "-m", "flexgen_h2o", "serve",
-                                *flags(words, tmp_path)], stdout=subprocess.PIPE, text=True,
-                               stderr=subprocess.PIPE, env=environment())
-    served = Served(process.stdout.readline().split()[-1].removesuffix("/v1"))
-    batch = served.batch(some(80))
-    served.wait(batch.id, "in_progress")
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=DEADLINE)
-    served.close()
-    assert (process.returncode, err) == (
-        0, "stopping after the current block; a second signal stops at once\n")
-    with serving(flags(words, tmp_path)) as served:
-        assert served.wait(batch.id).request_counts.completed == 80
+def test_sigterm_ends_the_server(words_model, tmp_path, capfd, monkeypatch):
+    batches, run = [], Server.run
+
+    def use(url: str) -> None:
+        try:
+            with contextlib.closing(Served(url)) as served:
+                batches.append(served.batch(lines_of(80)).id)
+                served.wait(batches[0], "in_progress")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def run_beside_client(server: Server) -> None:
+        threading.Thread(target=use, args=(server.url,)).start()
+        run(server)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Server, "run", run_beside_client)
+        assert serve.main(flags(words_model, tmp_path)) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("serving tiny at http://127.0.0.1:")
+    assert err == "stopping after the current block; a second signal stops at once\n"
+    with serving(flags(words_model, tmp_path)) as served:
+        assert served.wait(batches[0]).request_counts.completed == 80
 
 
-def test_batches_go_on_when_the_disk_has_space_again(words, tmp_path, monkeypatch):
+def test_batches_go_on_when_the_disk_has_space_again(words_model, tmp_path, monkeypatch):
     monkeypatch.setattr("flexgen_h2o.serving.scheduler._RETRY_SECONDS", 0.05)
     add, full = ResultsFile.add, [True, True, False, True]
 
@@ -175,8 +187,8 @@ def test_batches_go_on_when_the_disk_has_space_again(words, tmp_path, monkeypatc
         add(file, lines)
 
     monkeypatch.setattr(ResultsFile, "add", add_if_space)
-    with serving(flags(words, tmp_path)) as served:
-        batch = served.wait(served.batch(some(40)).id)
+    with serving(flags(words_model, tmp_path)) as served:
+        batch = served.wait(served.batch(lines_of(40)).id)
         assert batch.request_counts.completed == len(served.lines(batch.output_file_id)) == 40
 
 
@@ -193,10 +205,10 @@ def test_a_full_disk_is_an_answer(served, monkeypatch):
     assert answer.status_code == 507
     monkeypatch.undo()
     assert served.http.get("/health").status_code == 200
-    served.upload(some(1))
+    served.upload(lines_of(1))
 
 
-def test_errors_of_the_engine_do_not_end_the_server(words, tmp_path, monkeypatch):
+def test_errors_of_the_engine_do_not_end_the_server(words_model, tmp_path, monkeypatch):
     from flexgen_h2o.request_session import RequestSession
 
     step, errors = RequestSession.step, [RuntimeError("lost")]
@@ -207,14 +219,14 @@ def test_errors_of_the_engine_do_not_end_the_server(words, tmp_path, monkeypatch
         return step(session)
 
     monkeypatch.setattr("flexgen_h2o.serving.scheduler._LONGEST_PAUSE", 0.1)
-    with serving(flags(words, tmp_path)) as served:
+    with serving(flags(words_model, tmp_path)) as served:
         monkeypatch.setattr(RequestSession, "step", failing)
-        batch = served.wait(served.batch(some(20)).id)
+        batch = served.wait(served.batch(lines_of(20)).id)
         assert batch.request_counts.completed == 20 and not errors
         assert served.http.get("/health").status_code == 200
 
 
-def test_a_request_that_cannot_go_on_fails_alone(words, tmp_path, monkeypatch):
+def test_a_request_that_cannot_go_on_fails_alone(words_model, tmp_path, monkeypatch):
     from flexgen_h2o.errors import NonFiniteLogits
     from flexgen_h2o.request_session import RequestSession
 
@@ -227,9 +239,9 @@ def test_a_request_that_cannot_go_on_fails_alone(words, tmp_path, monkeypatch):
             raise NonFiniteLogits("prompt 3", bad[0])
         return step(session)
 
-    with serving(flags(words, tmp_path)) as served:
+    with serving(flags(words_model, tmp_path)) as served:
         monkeypatch.setattr(RequestSession, "step", failing)
-        batch = served.wait(served.batch(some(20)).id)
+        batch = served.wait(served.batch(lines_of(20)).id)
         assert (batch.request_counts.completed, batch.request_counts.failed) == (19, 1)
         (line,) = served.lines(batch.error_file_id)
         assert line["response"]["body"]["error"]["code"] == "logits_not_finite"
@@ -312,9 +324,9 @@ def test_a_full_database_changes_nothing(tmp_path):
     store.close()
 
 
-def test_ports_in_use_are_refused(words, tmp_path, capsys):
-    with serving(flags(words, tmp_path / "one")) as served:
-        argv = flags(words, tmp_path / "two")
+def test_ports_in_use_are_refused(words_model, tmp_path, capsys):
+    with serving(flags(words_model, tmp_path / "one")) as served:
+        argv = flags(words_model, tmp_path / "two")
         argv[argv.index("--port") + 1] = served.url.rpartition(":")[2]
         assert serve.main(argv) == 2
         assert "cannot listen on" in capsys.readouterr().err

@@ -18,9 +18,9 @@ BODY = {"prompt": "w3", "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
-def locked(words, tmp_path_factory):
+def locked(words_model, tmp_path_factory):
     """A server with a key, an origin and a small limit of files."""
-    with serving(flags(words, tmp_path_factory.mktemp("locked"), "--api-key", "secret",
+    with serving(flags(words_model, tmp_path_factory.mktemp("locked"), "--api-key", "secret",
                        "--cors-origin", "https://page.example",
                        "--max-file-size", "200KB")) as running:
         yield running
