@@ -68,42 +68,146 @@ def test_percent_refusals(values, match):
     assert "--percent" in refused(lambda: parse_percent(values), match=match)
 
 
+# What is refused
+
+
+def run_config(**values):
+    return RunConfig.from_mapping(values)
+
+
+NO_WEIGHT_BITS = "no effect on weights of 16 bits: add --weight-bits 4"
+FULL_CACHE = "no effect on the full cache: give --hh-ratio or --num-window-length"
+REFUSED = {
+    Policy: [
+        ({"gpu_batch_size": 0}, "gpu_batch_size must be at least 1"),
+        ({"num_gpu_batches": 1.5}, "integer"),
+        ({"overlap": 1}, "true or false"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be at least 1"),
+    ],
+    H2OConfig: [
+        ({"heavy_ratio": 0}, "greater than 0"),
+        ({"recent_ratio": 1.01}, "at most 1"),
+        ({"heavy_ratio": 0.1, "heavy_tokens": 4}, "not both"),
+        ({"heavy_tokens": -1}, "at least 0"),
+        ({"sink_tokens": 4}, "no effect on the full cache: give heavy_ratio"),
+        ({"heavy_ratio": 0.1, "budget_of": "words"}, "budget_of must be one of prompt, text"),
+        ({"heavy_tokens": 4, "budget_of": "text"}, "no effect without a ratio"),
+        ({"budget_of": "text"}, "no effect without a ratio"),
+        ({"heavy_ratio": 0.1, "budget_of": "text", "evict_generated": False}, "only the prompt"),
+        ({"heavy_ratio": 0.1, "budget_of": "text", "prompt_chunk": 8}, "prompt_chunk .* out"),
+        ({"heavy_tokens": 0}, "give recent_tokens or recent_ratio"),
+        ({"heavy_ratio": "0.1"}, "heavy_ratio must be a finite number"),
+        ({"heavy_ratio": []}, "one per decoder layer"),
+        ({"heavy_ratio": [0.1, 0]}, "heavy_ratio of layer 1 must be greater than 0"),
+        ({"heavy_ratio": [0.1] * 3, "recent_ratio": [0.1] * 2}, "3 numbers and recent_ratio 2"),
+        ({"score": "max"}, "sum, mean, decay"),
+        ({"decay": 0}, "greater than 0"),
+        ({"positions": "absolute"}, "original, rolling"),
+        ({"drop_positions": 1}, "true or false"),
+    ],
+    SamplingParams: [
+        ({"max_new_tokens": 0}, "at least 1"),
+        ({"min_new_tokens": 33}, "at most the 32"),
+        ({"temperature": 0}, "greater than 0"),
+        ({"temperature": 0.8}, "no effect on greedy decoding: give do_sample=True"),
+        ({"top_k": -1}, "at least 0"),
+        ({"eos_token_id": [1, -1]}, "at least 0"),
+        ({"eos_token_id": []}, "integer"),
+        ({"seed": -1}, "at least 0"),
+    ],
+    run_config: [
+        ({"gen_len": 0}, "--gen-len must be at least 1"),
+        ({"cut_gen_len": 33}, "at most --gen-len 32"),
+        ({"cut_gen_len": 1}, "no decode step"),
+        ({"model": ""}, "--model must be text"),
+        ({"device": "cuda:x"}, "auto, cpu, cuda"),
+        ({"dtype": "int8"}, "float16, bfloat16, float32"),
+        ({"percent": [50, 60, 0, 0]}, "weights 50 \\+ 60"),
+        ({"percent": 100}, "4 or 6 numbers"),
+        ({"prompt": ["a"], "prompts": "b.txt"}, "not both"),
+        ({"prompts": "b.csv"}, ".txt or .jsonl"),
+        ({"prompts": "b.txt", "prompt_len": 64}, "--prompt-len is of synthetic prompts"),
+        ({"output": "x", "csv": "./x"}, "--output and --csv name the same file"),
+        ({"plan_only": True, "log_file": "l.log"}, "--log-file has no effect with --plan-only"),
+        ({"no_log": True, "log_file": "l.log"}, "give --log-file or --no-log, not both"),
+        ({"temperature": 0.5}, "--temperature has no effect: add --do-sample"),
+        ({"do_sample": True, "top_p": 2.0}, "--top-p must be at most 1"),
+        ({"min_new_tokens": 64}, "--min-new-tokens"),
+        ({"attn_sparsity": 0.5, "hh_ratio": 0.1}, "leave it or --hh-ratio out"),
+        ({"attn_sparsity": 0.5, "num_window_length": 9, "eviction": "sink-window"},
+         "--attn-sparsity selects among all .* leave it or --num-window-length out"),
+        # Quantized weights
+        ({"weight_bits": 5}, "--weight-bits must be one of auto, 16, 12, 8, 4, got 5"),
+        ({"compress_weight": True, "weight_bits": 16},
+         "--compress-weight and --weight-bits 16 contradict: leave one out"),
+        ({"weight_bits": 4, "weight_cache": ""}, "--weight-cache must be text"),
+        ({"weight_bits": 4, "weight_cache": "dir", "no_weight_cache": True},
+         "give --weight-cache or --no-weight-cache, not both"),
+        ({"weight_bits": 12, "calibration": "text.txt"},
+         "--calibration has no effect on weights of 12 bits: use --weight-bits 4"),
+        ({"model": "some.gguf", "calibration": "text.txt"},
+         "--calibration has no effect on weights of auto bits: use --weight-bits 4"),
+        ({"weight_bits": 4, "calibration": "text.txt", "prompts": "text.txt"},
+         "--prompts and --calibration name the same file"),
+        ({"weight_cache": "dir"}, f"^--weight-cache has {NO_WEIGHT_BITS}$"),
+        ({"no_weight_cache": True}, f"^--no-weight-cache has {NO_WEIGHT_BITS}$"),
+        ({"activation_bits": 8}, f"^--activation-bits has {NO_WEIGHT_BITS}$"),
+        ({"calibration": "text.txt"}, f"^--calibration has {NO_WEIGHT_BITS}$"),
+        # What stays cached
+        ({"hh_ratio": [0.1, math.nan]}, "--hh-ratio must be a finite number"),
+        ({"hh_ratio": []}, "--hh-ratio is empty"),
+        ({"hh_ratio": "a tenth"}, "--hh-ratio takes numbers .* got 'a'"),
+        ({"recent_ratio": ["0.1", "x.yaml"]}, "--recent-ratio takes numbers .* got 'x.yaml'"),
+        ({"hh_ratio": [0.1, 0.2], "recent_ratio": [0.1] * 3}, "different counts .* decoder layer"),
+        ({"recent_ratio": 0.2}, "give --hh-ratio below 1 too, or --eviction window"),
+        ({"hh_ratio": 0.1, "num_window_length": 8}, "--hh-ratio or --num-window-length, not both"),
+        ({"num_heavy_hitter_tokens": 0}, "--num-heavy-hitter-tokens 0 leaves no recent tokens"),
+        ({"num_window_length": 8, "num_heavy_hitter_tokens": 8},
+         "--num-window-length 8 leaves no recent tokens beside 8 heavy hitters and 0 sinks"),
+        ({"num_window_length": 4, "eviction": "sink-window"}, "no recent tokens beside 0 heavy"),
+        ({"num_window_length": 8, "num_heavy_hitter_tokens": 2, "eviction": "window"},
+         "--num-heavy-hitter-tokens has no effect with --eviction window"),
+        ({"hh_ratio": 0.1, "eviction": "window", "sink_tokens": 4}, "give --eviction sink-window"),
+        ({"hh_ratio": 0.1, "eviction": "full"}, "--eviction full keeps all: leave --hh-ratio out"),
+        ({"num_window_length": 8, "budget_of": "text"},
+         "--budget-of text has no effect on --num-window-length"),
+        ({"budget_of": "text"}, "--budget-of text has no effect on the full cache"),
+        ({"recall": True}, "--recall has no effect on the full cache: give --hh-ratio"),
+        ({"hh_ratio": 0.1, "index_bits": 2}, "--index-bits has no effect: add --recall"),
+        ({"hh_ratio": 0.1, "recall": True, "fast_set": 0.5},
+         "--fast-set has no effect: add --fetch-chosen"),
+        ({"hh_ratio": 0.1, "fetch_chosen": True}, "--fetch-chosen has no effect: add --recall"),
+        ({"hh_ratio": 0.1, "recall": True, "fetch_chosen": True},
+         "--fetch-chosen has no effect on a cache in memory: let --percent leave some on disk"),
+        ({"hh_ratio": 0.1, "recall": True, "score": "mean"}, "leave --score out"),
+        ({"hh_ratio": 0.1, "recall": True, "eviction": "window"}, "leave --eviction window out"),
+        ({"hh_ratio": 0.1, "recall": True, "prefill_chunk": 8, "evict_while_prefilling": True},
+         "leave --evict-while-prefilling out"),
+        ({"hh_ratio": 0.1, "score_decay": 0.5}, "--score-decay has no effect: add --score decay"),
+        ({"hh_ratio": 0.1, "eviction": "window", "score": "mean"}, "--score has no effect without"),
+        ({"num_window_length": 8, "num_heavy_hitter_tokens": 0, "score": "mean"},
+         "--score has no effect without heavy hitters"),
+        ({"compress_cache": True, "cache_bits": 16}, "--compress-cache and --cache-bits 16"),
+        ({"hh_ratio": 0.1, "evict_while_prefilling": True}, "such as --prefill-chunk 256"),
+        ({"eviction": "sink-window"}, f"^--eviction sink-window has {FULL_CACHE}"),
+        ({"score": "decay", "score_decay": 0.5}, f"^--score has {FULL_CACHE}"),
+        ({"sink_tokens": 4}, f"^--sink-tokens has {FULL_CACHE}"),
+        ({"sink_tokens": 4, "eviction": "full"}, "leave it out"),
+        ({"enable_position_rolling": True}, f"^--enable-position-rolling has {FULL_CACHE}"),
+        ({"hh_all": False}, f"^--hh-all false has {FULL_CACHE}"),
+        ({"evict_while_prefilling": True, "prefill_chunk": 64},
+         f"^--evict-while-prefilling has {FULL_CACHE}"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("make", "values", "match"), [
+    (make, *case) for make, cases in REFUSED.items() for case in cases])
+def test_bad_values_are_refused(make, values, match):
+    refused(lambda: make(**values), match=match)
+
+
 # Policy, H2OConfig, SamplingParams
-
-
-@pytest.mark.parametrize(("values", "match"), [
-    ({"gpu_batch_size": 0}, "gpu_batch_size must be at least 1"),
-    ({"num_gpu_batches": 1.5}, "integer"),
-    ({"overlap": 1}, "true or false"),
-    ({"prefill_chunk": 0}, "prefill_chunk must be at least 1"),
-])
-def test_policy_refusals(values, match):
-    refused(lambda: Policy(**values), match=match)
-
-
-@pytest.mark.parametrize(("values", "match"), [
-    ({"heavy_ratio": 0}, "greater than 0"),
-    ({"recent_ratio": 1.01}, "at most 1"),
-    ({"heavy_ratio": 0.1, "heavy_tokens": 4}, "not both"),
-    ({"heavy_tokens": -1}, "at least 0"),
-    ({"sink_tokens": 4}, "no effect on the full cache: give heavy_ratio"),
-    ({"heavy_ratio": 0.1, "budget_of": "words"}, "budget_of must be one of prompt, text"),
-    ({"heavy_tokens": 4, "budget_of": "text"}, "no effect without a ratio"),
-    ({"budget_of": "text"}, "no effect without a ratio"),
-    ({"heavy_ratio": 0.1, "budget_of": "text", "evict_generated": False}, "only the prompt is cut"),
-    ({"heavy_ratio": 0.1, "budget_of": "text", "prompt_chunk": 8}, "prompt_chunk .* out"),
-    ({"heavy_tokens": 0}, "give recent_tokens or recent_ratio"),
-    ({"heavy_ratio": "0.1"}, "heavy_ratio must be a finite number"),
-    ({"heavy_ratio": []}, "one per decoder layer"),
-    ({"heavy_ratio": [0.1, 0]}, "heavy_ratio of layer 1 must be greater than 0"),
-    ({"heavy_ratio": [0.1] * 3, "recent_ratio": [0.1] * 2}, "3 numbers and recent_ratio 2"),
-    ({"score": "max"}, "sum, mean, decay"),
-    ({"decay": 0}, "greater than 0"),
-    ({"positions": "absolute"}, "original, rolling"),
-    ({"drop_positions": 1}, "true or false"),
-])
-def test_h2o_refusals(values, match):
-    refused(lambda: H2OConfig(**values), match=match)
 
 
 @pytest.mark.parametrize(("values", "full", "scored"), [
@@ -147,20 +251,6 @@ def test_h2o_layers_of_the_model():
             "recent_ratio has 3 numbers but the model has 12 decoder")
 
 
-@pytest.mark.parametrize(("values", "match"), [
-    ({"max_new_tokens": 0}, "at least 1"),
-    ({"min_new_tokens": 33}, "at most the 32"),
-    ({"temperature": 0}, "greater than 0"),
-    ({"temperature": 0.8}, "no effect on greedy decoding: give do_sample=True"),
-    ({"top_k": -1}, "at least 0"),
-    ({"eos_token_id": [1, -1]}, "at least 0"),
-    ({"eos_token_id": []}, "integer"),
-    ({"seed": -1}, "at least 0"),
-])
-def test_sampling_refusals(values, match):
-    refused(lambda: SamplingParams(**values), match=match)
-
-
 def test_sampling_takes_several_ends():
     params = SamplingParams(eos_token_id=[1, 2])
     assert params.eos_token_id == (1, 2)
@@ -168,35 +258,6 @@ def test_sampling_takes_several_ends():
 
 
 # RunConfig
-
-
-@pytest.mark.parametrize(("values", "match"), [
-    ({"gen_len": 0}, "--gen-len must be at least 1"),
-    ({"cut_gen_len": 33}, "at most --gen-len 32"),
-    ({"cut_gen_len": 1}, "no decode step"),
-    ({"model": ""}, "--model must be text"),
-    ({"device": "cuda:x"}, "auto, cpu, cuda"),
-    ({"dtype": "int8"}, "float16, bfloat16, float32"),
-    ({"percent": [50, 60, 0, 0]}, "weights 50 \\+ 60"),
-    ({"percent": 100}, "4 or 6 numbers"),
-    ({"prompt": ["a"], "prompts": "b.txt"}, "not both"),
-    ({"prompts": "b.csv"}, ".txt or .jsonl"),
-    ({"prompts": "b.txt", "prompt_len": 64}, "--prompt-len is of synthetic prompts"),
-    ({"output": "x", "csv": "./x"}, "--output and --csv name the same file"),
-    ({"plan_only": True, "log_file": "l.log"}, "--log-file has no effect with --plan-only"),
-    ({"no_log": True, "log_file": "l.log"}, "give --log-file or --no-log, not both"),
-    ({"temperature": 0.5}, "--temperature has no effect: add --do-sample"),
-    ({"do_sample": True, "top_p": 2.0}, "--top-p must be at most 1"),
-    ({"min_new_tokens": 64}, "--min-new-tokens"),
-    ({"attn_sparsity": 0.5, "hh_ratio": 0.1}, "leave it or --hh-ratio out"),
-    ({"attn_sparsity": 0.5, "num_window_length": 9, "eviction": "sink-window"},
-     "--attn-sparsity selects among all .* leave it or --num-window-length out"),
-])
-def test_run_config_refusals(values, match):
-    refused(lambda: RunConfig.from_mapping(values), match=match)
-
-
-# RunConfig: quantized weights
 
 
 @pytest.mark.parametrize(("values", "bits"), [
@@ -221,35 +282,6 @@ def test_weight_cache(monkeypatch, tmp_path, values, folder):
     assert config.resolved_weight_cache == folder
     config.save(tmp_path / "c.yaml")
     assert RunConfig.from_mapping(load_yaml(tmp_path / "c.yaml")) == config
-
-
-@pytest.mark.parametrize(("values", "match"), [
-    ({"weight_bits": 5}, "--weight-bits must be one of auto, 16, 12, 8, 4, got 5"),
-    ({"compress_weight": True, "weight_bits": 16},
-     "--compress-weight and --weight-bits 16 contradict: leave one out"),
-    ({"weight_bits": 4, "weight_cache": ""}, "--weight-cache must be text"),
-    ({"weight_bits": 4, "weight_cache": "dir", "no_weight_cache": True},
-     "give --weight-cache or --no-weight-cache, not both"),
-    ({"weight_bits": 12, "calibration": "text.txt"},
-     "--calibration has no effect on weights of 12 bits: use --weight-bits 4"),
-    ({"model": "some.gguf", "calibration": "text.txt"},
-     "--calibration has no effect on weights of auto bits: use --weight-bits 4"),
-    ({"weight_bits": 4, "calibration": "text.txt", "prompts": "text.txt"},
-     "--prompts and --calibration name the same file"),
-])
-def test_weight_refusals(values, match):
-    refused(lambda: RunConfig.from_mapping(values), match=match)
-
-
-@pytest.mark.parametrize("values", [{"weight_cache": "dir"}, {"no_weight_cache": True},
-                                    {"activation_bits": 8}, {"calibration": "text.txt"}])
-def test_quantization_flags_need_quantized_weights(values):
-    flag = "--" + next(iter(values)).replace("_", "-")
-    refused(lambda: RunConfig(**values),
-            match=f"^{flag} has no effect on weights of 16 bits: add --weight-bits 4$")
-
-
-# RunConfig: what stays cached
 
 
 SIZES = [
@@ -305,62 +337,6 @@ SIZES = [
 @pytest.mark.parametrize(("values", "expected"), SIZES)
 def test_cache_flags_become_h2o_config(values, expected):
     assert RunConfig.from_mapping(values).h2o() == expected
-
-
-@pytest.mark.parametrize(("values", "match"), [
-    ({"hh_ratio": [0.1, math.nan]}, "--hh-ratio must be a finite number"),
-    ({"hh_ratio": []}, "--hh-ratio is empty"),
-    ({"hh_ratio": "a tenth"}, "--hh-ratio takes numbers .* got 'a'"),
-    ({"recent_ratio": ["0.1", "x.yaml"]}, "--recent-ratio takes numbers .* got 'x.yaml'"),
-    ({"hh_ratio": [0.1, 0.2], "recent_ratio": [0.1] * 3}, "different counts .* decoder layer"),
-    ({"recent_ratio": 0.2}, "give --hh-ratio below 1 too, or --eviction window"),
-    ({"hh_ratio": 0.1, "num_window_length": 8}, "--hh-ratio or --num-window-length, not both"),
-    ({"num_heavy_hitter_tokens": 0}, "--num-heavy-hitter-tokens 0 leaves no recent tokens"),
-    ({"num_window_length": 8, "num_heavy_hitter_tokens": 8},
-     "--num-window-length 8 leaves no recent tokens beside 8 heavy hitters and 0 sinks: raise it"),
-    ({"num_window_length": 4, "eviction": "sink-window"}, "no recent tokens beside 0 heavy"),
-    ({"num_window_length": 8, "num_heavy_hitter_tokens": 2, "eviction": "window"},
-     "--num-heavy-hitter-tokens has no effect with --eviction window"),
-    ({"hh_ratio": 0.1, "eviction": "window", "sink_tokens": 4}, "give --eviction sink-window"),
-    ({"hh_ratio": 0.1, "eviction": "full"}, "--eviction full keeps all: leave --hh-ratio out"),
-    ({"num_window_length": 8, "budget_of": "text"},
-     "--budget-of text has no effect on --num-window-length"),
-    ({"budget_of": "text"}, "--budget-of text has no effect on the full cache"),
-    ({"recall": True}, "--recall has no effect on the full cache: give --hh-ratio"),
-    ({"hh_ratio": 0.1, "index_bits": 2}, "--index-bits has no effect: add --recall"),
-    ({"hh_ratio": 0.1, "recall": True, "fast_set": 0.5},
-     "--fast-set has no effect: add --fetch-chosen"),
-    ({"hh_ratio": 0.1, "fetch_chosen": True}, "--fetch-chosen has no effect: add --recall"),
-    ({"hh_ratio": 0.1, "recall": True, "fetch_chosen": True},
-     "--fetch-chosen has no effect on a cache in memory: let --percent leave some on disk"),
-    ({"hh_ratio": 0.1, "recall": True, "score": "mean"}, "leave --score out"),
-    ({"hh_ratio": 0.1, "recall": True, "eviction": "window"}, "leave --eviction window out"),
-    ({"hh_ratio": 0.1, "recall": True, "prefill_chunk": 8, "evict_while_prefilling": True},
-     "leave --evict-while-prefilling out"),
-    ({"hh_ratio": 0.1, "score_decay": 0.5}, "--score-decay has no effect: add --score decay"),
-    ({"hh_ratio": 0.1, "eviction": "window", "score": "mean"}, "--score has no effect without"),
-    ({"num_window_length": 8, "num_heavy_hitter_tokens": 0, "score": "mean"},
-     "--score has no effect without heavy hitters"),
-    ({"compress_cache": True, "cache_bits": 16}, "--compress-cache and --cache-bits 16"),
-    ({"hh_ratio": 0.1, "evict_while_prefilling": True}, "such as --prefill-chunk 256"),
-])
-def test_cache_refusals(values, match):
-    refused(lambda: RunConfig.from_mapping(values), match=match)
-
-
-@pytest.mark.parametrize(("values", "flag"), [
-    ({"eviction": "sink-window"}, "--eviction sink-window"),
-    ({"score": "decay", "score_decay": 0.5}, "--score"),
-    ({"sink_tokens": 4}, "--sink-tokens"),
-    ({"enable_position_rolling": True}, "--enable-position-rolling"),
-    ({"hh_all": False}, "--hh-all false"),
-    ({"evict_while_prefilling": True, "prefill_chunk": 64}, "--evict-while-prefilling"),
-])
-def test_flags_without_effect_on_the_full_cache(values, flag):
-    message = refused(lambda: RunConfig(**values), "no effect on the full cache")
-    assert message.startswith(flag) and "give --hh-ratio or --num-window-length" in message
-    if "eviction" not in values:
-        assert "leave it out" in refused(lambda: RunConfig(**values, eviction="full"))
 
 
 layers = st.lists(st.integers(1, 20).map(lambda n: n / 20), min_size=1, max_size=6)

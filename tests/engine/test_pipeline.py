@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers.error_cases import refused
 from helpers.generation import make_prompts
 from helpers.internals import plan_with, stage_of, weights_of
 from helpers.selection import full, full_cases
@@ -222,8 +223,7 @@ def test_a_call_ends_the_blocks_of_the_one_before(tiny_model):
         with LLM(str(tiny.folder), pipeline=pipeline, device="cpu", dtype="float32",
                  policy=small(num_gpu_batches=2), progress=False) as llm:
             if pipeline.rank:
-                with pytest.raises(UserError, match="follows the first rank"):
-                    llm.generate(prompts)
+                refused(lambda: llm.generate(prompts), match="follows the first rank")
                 return llm.follow()
             for call in (lambda: llm.score([([1], [2])]), llm.stream,
                          lambda: llm.fit_batch(prompt_len=1, gen_len=1, max_batch_size=2),
@@ -233,8 +233,7 @@ def test_a_call_ends_the_blocks_of_the_one_before(tiny_model):
             left = llm.generate_in_blocks(prompts, max_new_tokens=4, eos_token_id=-1)
             first = next(left)
             again = llm.generate(prompts, max_new_tokens=4, eos_token_id=-1)
-            with pytest.raises(UserError, match="one call is run at a time"):
-                next(left)
+            refused(lambda: next(left), match="one call is run at a time")
             return [first, again]
 
     first, again = in_ranks(2, work)
@@ -316,8 +315,7 @@ def test_wrong_pipelines_raise(tiny_model):
             LLM(folder, pipeline=pipeline, device="cpu", progress=False)
 
     in_ranks(4, work)
-    with pytest.raises(UserError, match="pipeline must be a Pipeline, got 2"):
-        LLM(folder, pipeline=2)
+    refused(lambda: LLM(folder, pipeline=2), match="pipeline must be a Pipeline, got 2")
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=9), st.integers(1, 9))

@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 
 import pytest
+from helpers.error_cases import refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import CACHE_BUFFERS, HIDDEN_BUFFERS
 from flexgen_h2o.config.parallel import Stage, split_batches
 from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
-from flexgen_h2o.errors import UserError
 
 HIDDEN, TOKENS = "hidden", "tokens"
 
@@ -216,5 +216,4 @@ def test_a_stage_takes_its_ratios_by_layer():
 
 @pytest.mark.parametrize("bounds", [(0,), (1, 2), (0, 2, 2), (0, 3, 1)])
 def test_wrong_bounds_raise(bounds):
-    with pytest.raises(UserError, match="must begin at 0 and ascend"):
-        Stage.for_rank(0, bounds)
+    refused(lambda: Stage.for_rank(0, bounds), match="must begin at 0 and ascend")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.error_cases import refused
 from helpers.generation import make_prompts
 from helpers.internals import before_blocks, cache_of, junk_after_tokens, states_of
 from helpers.selection import examples, full
@@ -437,8 +438,7 @@ def test_a_run_costs_three_percent_more_at_most(tiny_model, monkeypatch, row_sec
      "simulation"),
 ])
 def test_refused_combinations(tiny_model, options, words):
-    with pytest.raises(UserError, match=words):
-        LLM(str(tiny_model("llama").folder), **options)
+    refused(lambda: LLM(str(tiny_model("llama").folder), **options), match=words)
 
 
 @pytest.mark.parametrize(("draft", "words"), [
@@ -451,8 +451,7 @@ def test_refused_draft_models(tiny_model, tmp_path, draft, words):
         with_bytes(tiny_model("llama").folder, other)
     elif draft != "missing":
         other = tiny_model(draft).folder
-    with pytest.raises(UserError, match=words):
-        LLM(str(folder), policy=Policy(draft_model=str(other)))
+    refused(lambda: LLM(str(folder), policy=Policy(draft_model=str(other))), match=words)
 
 
 def test_streams_do_not_draft(tiny_model):
@@ -465,8 +464,7 @@ def test_streams_do_not_draft(tiny_model):
     {"speculate": "oracle"}, {"num_speculative_tokens": 0}, {"draft_model": 7},
     {"speculate": "draft"}, {"speculate": "ngram", "draft_model": "opt"}])
 def test_bad_values(options):
-    with pytest.raises(UserError, match=next(iter(options))):
-        Policy(**options)
+    refused(lambda: Policy(**options), match=next(iter(options)))
 
 
 @pytest.mark.parametrize(("flags", "words"), [
@@ -479,8 +477,7 @@ def test_bad_values(options):
     ({"draft_model": "opt", "pipeline_parallel": 2}, "--pipeline-parallel"),
 ])
 def test_refused_flags(flags, words):
-    with pytest.raises(UserError, match=words):
-        RunConfig(**flags)
+    refused(lambda: RunConfig(**flags), match=words)
 
 
 def test_a_block_has_as_many_sequences():

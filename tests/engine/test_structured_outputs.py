@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from helpers.error_cases import refused
 from helpers.selection import examples
 from helpers.tiny_tokenizers import tiny_tokenizer, with_bytes
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.detokenization import Detokenizer
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.structured_outputs import GrammarCompiler
-from flexgen_h2o.errors import StructureError, UserError
+from flexgen_h2o.errors import StructureError
 from flexgen_h2o.requests.request import BadRequest, Defaults, read_request
 
 SCHEMA = {"type": "object", "required": ["name", "age", "tags"], "additionalProperties": False,
@@ -166,8 +167,7 @@ def test_a_text_that_ends_needs_no_further_token():
     {"regex": 3}, {"regex": "\ud800"}, {"json": 5}, {"json": {"a": {1, 2}}}, {"json_object": 1},
 ])
 def test_wrong_values_are_refused(options):
-    with pytest.raises(UserError, match="structured_outputs|json|choice"):
-        StructuredOutputs(**options)
+    refused(lambda: StructuredOutputs(**options), match="structured_outputs|json|choice")
 
 
 @pytest.mark.parametrize("outputs", [
@@ -178,14 +178,12 @@ def test_wrong_values_are_refused(options):
     StructuredOutputs(json={"$ref": "http://localhost/schema.json"}),
 ])
 def test_grammars_that_cannot_be_met_are_refused(outputs):
-    with pytest.raises(UserError, match="structured_outputs"):
-        outputs.compile()
+    refused(lambda: outputs.compile(), match="structured_outputs")
 
 
 def test_a_text_without_end_token_is_refused(tokenizer):
     compiler = GrammarCompiler(tokenizer, len(tokenizer))
-    with pytest.raises(UserError, match="end token"):
-        compiler.masks(StructuredOutputs(json_object=True), ())
+    refused(lambda: compiler.masks(StructuredOutputs(json_object=True), ()), match="end token")
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.error_cases import refused
 from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,8 +107,7 @@ def test_keys_of_earlier_versions_are_read(tmp_path):
 def test_a_fetch_rate_is_refused_beside_a_gpu(tmp_path, key):
     path = tmp_path / "t4.yaml"
     path.write_text((CONFIGS / "t4.yaml").read_text() + f"\n{key}: 3\n")
-    with pytest.raises(UserError, match=f"t4.yaml: {key} is for machines without"):
-        load_hardware(path)
+    refused(lambda: load_hardware(path), match=f"t4.yaml: {key} is for machines without")
 
 
 def test_units_are_those_of_the_keys():
@@ -208,8 +208,7 @@ def test_errors_name_file_and_key(where, value, said, tmp_path):
 def test_invalid_hardware_files(text, said, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(UserError, match=said):
-        load_hardware(path)
+    refused(lambda: load_hardware(path), match=said)
     with pytest.raises(UserError, match="cannot read hardware file .*: No such file"):
         load_hardware(tmp_path / "none.yaml")
 

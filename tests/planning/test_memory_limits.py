@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from helpers.error_cases import refused
 from helpers.fakes import LazyDevice
 from helpers.internals import open_devices
 
@@ -81,8 +82,7 @@ def test_each_call_keeps_the_limit_and_counts_weights_once(options):
     total = needed("cpu", options)
     with LLM(**options, memory_limit=total) as llm:
         assert len(llm.generate(PROMPTS, max_new_tokens=3)) == 4
-        with pytest.raises(UserError, match="does not fit"):
-            llm.generate(PROMPTS * 2, max_new_tokens=100)
+        refused(lambda: llm.generate(PROMPTS * 2, max_new_tokens=100), match="does not fit")
     with LLM(**options, memory_limit=total - 1) as llm, \
             pytest.raises(UserError, match="does not fit"):
         llm.generate(PROMPTS, max_new_tokens=3)
@@ -107,8 +107,7 @@ def test_no_limit_of_a_gpu_that_is_not_there(options):
 @pytest.mark.parametrize("name", ["memory_limit", "device_memory_limit"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "6GB"])
 def test_limits_are_bytes(options, name, value):
-    with pytest.raises(UserError, match=name):
-        LLM(**options, **{name: value})
+    refused(lambda: LLM(**options, **{name: value}), match=name)
 
 
 @pytest.mark.parametrize(("nbytes", "share"), [(6 * 10**9, 0.375), (20 * 10**9, 1.0), (None, 1.0)])

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.error_cases import refused
 from helpers.internals import keep_latest_in, under_lock
 from helpers.selection import examples
 from hypothesis import given, settings
@@ -245,8 +246,7 @@ def test_full_disk_is_an_error_at_allocation(tmp_path, monkeypatch):
 
     folder = RunFolder(tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", fail)
-    with pytest.raises(UserError, match="is full"):
-        folder.file("cache.bin", 1 << 20)
+    refused(lambda: folder.file("cache.bin", 1 << 20), match="is full")
     folder.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -289,5 +289,4 @@ def test_unclosed_run_folder_is_removed_at_exit(tmp_path):
 def test_invalid_offload_folder_is_an_error(tmp_path, place, words):
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "gone").symlink_to("nowhere")
-    with pytest.raises(UserError, match=f"--offload-dir .*{words}"):
-        RunFolder(tmp_path / place)
+    refused(lambda: RunFolder(tmp_path / place), match=f"--offload-dir .*{words}")
