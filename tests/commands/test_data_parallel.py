@@ -147,7 +147,7 @@ def test_the_replica_of_a_rank():
     assert ReplicaRank.from_env(torchrun_env(found), 2) == ReplicaRank(1, 3, 1, leads=False)
     assert ReplicaRank.from_env(torchrun_env(found | {"RANK": "4"}), 2) == ReplicaRank(2, 3, 1)
     refused(lambda: ReplicaRank.from_env(torchrun_env(found), 4),
-            "no whole replicas", "start a multiple of 4")
+            "cannot be divided", "start a multiple of 4")
 
 
 def test_without_a_launcher_a_line_says_how_to_start_it(refuses_flags, monkeypatch):

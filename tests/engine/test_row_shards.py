@@ -52,7 +52,8 @@ class Noting(Operations):
 def test_matrices_are_stored_in_order_of_use(key):
     config = from_transformers(TINY[key](), key)
     kind, do = family(config), Noting()
-    w = {name: torch.rand(spec.shape) for name, spec in kind.weights(config).layers[0].items()}
+    specs = kind.weights(config).layers[config.attention_layers[0]]
+    w = {name: torch.rand(spec.shape) for name, spec in specs.items()}
     x = torch.rand(2, config.hidden_size)
     q, _, _ = kind.attention_inputs(config, w, x, do)
     kind.attention_output(config, w, x, q, do)
