@@ -210,7 +210,7 @@ class Stream(ExclusiveResource):
         assert self._workspace is not None  # callers have checked
         batch = next_turn(request, new, past=self._past, chunk=self._chunk)
         try:
-            self.stats = self._runner.run(self._workspace, [batch], consumer, keep_cache=True)
+            self.stats = self._runner.run_block(self._workspace, [batch], consumer, keep_cache=True)
         except BaseException:
             self.end()  # the state of the cache is unknown
             raise

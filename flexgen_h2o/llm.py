@@ -32,7 +32,7 @@ from flexgen_h2o.engine.exclusive import (
     check_not_forked,
     exclusive,
 )
-from flexgen_h2o.engine.generation import Engine, Run
+from flexgen_h2o.engine.generation import Engine, GenerationRun
 from flexgen_h2o.engine.loading import PreparedModel, prepare_model
 from flexgen_h2o.engine.runner import EngineArgs, Runner
 from flexgen_h2o.engine.tokenizer import OnText, check_list
@@ -367,7 +367,7 @@ class LLM(ExclusiveResource):
     def _begin(self, prompts: Sequence[str | Sequence[int]],
                sampling_params: SamplingParams | Sequence[SamplingParams] | None,
                sampling: Mapping[str, Any], cut_gen_len: int | None, add_special_tokens: bool,
-               on_text: OnText | None = None) -> Run:
+               on_text: OnText | None = None) -> GenerationRun:
         """Check the arguments of `generate`, and begin a run on all ranks."""
         check_bool("add_special_tokens", add_special_tokens)
         return self._engine.begin_generation(
@@ -375,9 +375,9 @@ class LLM(ExclusiveResource):
             cut_gen_len=cut_gen_len, special=add_special_tokens, on_text=on_text)
 
     @exclusive
-    def _step(self, run: Run) -> list[Request]:
+    def _step(self, run: GenerationRun) -> list[Request]:
         """Compute the next block of a run. Return the requests that it finished."""
-        return self._engine.step(run)
+        return self._engine.run_block(run)
 
     def chat(self, conversations: Sequence, sampling_params: SamplingParams
              | Sequence[SamplingParams] | None = None, *, chat_template: str | None = None,
@@ -443,7 +443,7 @@ class LLM(ExclusiveResource):
         """
         self.call_lock.check_process()
         self._check_open()
-        run: Run | None = None
+        run: GenerationRun | None = None
         while not isinstance(message := self._control.receive(), Close):
             if isinstance(message, Generate):
                 if run is not None:

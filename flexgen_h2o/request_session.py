@@ -13,7 +13,7 @@ from flexgen_h2o.config.sampling import SamplingParams, sampling_params
 from flexgen_h2o.config.validation import check_arguments, check_int, check_number
 from flexgen_h2o.engine.batch import OpenQueue, Request
 from flexgen_h2o.engine.exclusive import CallLock, ExclusiveResource, exclusive
-from flexgen_h2o.engine.generation import Engine, Run
+from flexgen_h2o.engine.generation import Engine, GenerationRun
 from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.errors import PromptError, UserError
@@ -80,7 +80,8 @@ class RequestSession(ExclusiveResource):
         self._interrupted = False
         self.stats: RunStats | None = None
         self.generated_tokens = 0
-        self._run: Run | None = engine.begin_session(max_model_len, PREFILL_CHUNK, self._sampler)
+        self._run: GenerationRun | None = engine.begin_session(max_model_len, PREFILL_CHUNK,
+                                                               self._sampler)
         self._run.should_end = self._should_end
         self._deadline = 0.0
 
@@ -183,7 +184,7 @@ class RequestSession(ExclusiveResource):
         run.restart(run.queue.preempt())
         run.stats = run.runner.new_stats()
         try:
-            finished = self._engine.step(run)
+            finished = self._engine.run_block(run)
         except PromptError as error:
             self._drop(self._requests[error.key], run)
             raise
@@ -195,7 +196,7 @@ class RequestSession(ExclusiveResource):
             self._drop(request, run)
         return outputs
 
-    def _begin_block(self, run: Run) -> None:
+    def _begin_block(self, run: GenerationRun) -> None:
         """Set the deadline, move added requests to the queue, and drop aborted ones."""
         assert isinstance(run.queue, OpenQueue)
         with self._lock:
@@ -211,7 +212,7 @@ class RequestSession(ExclusiveResource):
         for key in aborted:
             self._drop(self._requests[key], run)
 
-    def _drop(self, request: Request, run: Run) -> None:
+    def _drop(self, request: Request, run: GenerationRun) -> None:
         """Forget a request."""
         run.discard(request)
         with self._lock:

@@ -30,7 +30,7 @@ class Generate(msgspec.Struct, tag=True):
     cut_gen_len: int | None = None
 
 
-class Step(msgspec.Struct, tag=True):
+class RunBlock(msgspec.Struct, tag=True):
     """Run the next block of the latest run."""
 
 
@@ -38,7 +38,7 @@ class Close(msgspec.Struct, tag=True):
     """End: the first rank closes its `LLM`."""
 
 
-ControlMessage = Generate | Step | Close
+ControlMessage = Generate | RunBlock | Close
 
 
 class _Layout(msgspec.Struct):
@@ -138,13 +138,13 @@ class ControlChannel:
         Raises
         ------
         UserError
-            The message is a `Step` of a run that is not the latest one.
+            The message is a `RunBlock` of a run that is not the latest one.
         """
         if self._pipeline is None or self._pipeline.rank > 0:
             return
         if isinstance(message, Generate):
             self._latest_run = run
-        elif isinstance(message, Step) and run is not self._latest_run:
+        elif isinstance(message, RunBlock) and run is not self._latest_run:
             raise UserError("in a pipeline one call is run at a time: end an iterator over blocks "
                             "before the next call")
         self._pipeline.broadcast(msgspec.json.encode(message))

@@ -144,7 +144,7 @@ def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequen
         scorer = _EveryRow(dict(enumerate(sequences)))
         cache = UncachedAttention(cached.attention_variant)
         with closing(runner.workspace(size, cache)) as workspace:
-            runner.run(workspace, queue.next(), scorer)
+            runner.run_block(workspace, queue.next(), scorer)
     squares.fill_experts(source)
     means = np.concatenate([squares.mean(spec.name) for spec in specs])
     if not np.isfinite(means).all():

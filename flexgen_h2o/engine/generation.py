@@ -1,8 +1,8 @@
 """Runs: the requests of one call, computed block by block.
 
-`LLM` begins a `Run` for each call, and `Engine.step` computes its next block: the queue forms the
-block, the runner computes it, and a `LogitsConsumer` samples or scores. Only one call at a time
-uses a model: `engine.exclusive`.
+`LLM` begins a `GenerationRun` for each call, and `Engine.run_block` computes its next block: the
+queue forms the block, the runner computes it, and a `LogitsConsumer` samples or scores. Only one
+call at a time uses a model: `engine.exclusive`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.validation import check_int
-from flexgen_h2o.distributed.control_messages import Close, ControlChannel, Generate, Step
+from flexgen_h2o.distributed.control_messages import Close, ControlChannel, Generate, RunBlock
 from flexgen_h2o.distributed.heartbeat import PipelineFailure
 from flexgen_h2o.engine.batch import BlockQueue, OpenQueue, Request
 from flexgen_h2o.engine.draft_model import new_drafter
@@ -46,7 +46,7 @@ class MemoryCheck(Protocol):
         """Raise `UserError` for a run that does not fit in memory."""
 
 
-class Run:
+class GenerationRun:
     """The requests of one call, and their progress.
 
     Parameters
@@ -69,7 +69,7 @@ class Run:
     queue : BlockQueue or None
         Waiting requests, and those of the current block; None once the run is closed.
     should_end : callable () -> bool
-        See `Runner.run`.
+        See `Runner.run_block`.
     """
 
     def __init__(self, runner: Runner, requests: list[Request], queue: BlockQueue,
@@ -106,8 +106,8 @@ class Run:
         assert self.queue is not None and self.workspace is not None
         self._bars = self._bars or self.runner.bars()
         block = self.queue.next()
-        stats = self.runner.run(self.workspace, block, self.consumer, bars=self._bars,
-                                drafter=self._drafter, should_end=self.should_end)
+        stats = self.runner.run_block(self.workspace, block, self.consumer, bars=self._bars,
+                                      drafter=self._drafter, should_end=self.should_end)
         self.stats = self.stats.merge(stats)
         return [request for batch in block for request in batch.requests if request.finish_reason]
 
@@ -204,13 +204,13 @@ class Engine:
         self._prompts, self._control = prompts, control
         self._memory, self._cache = memory, cache
         self._closed = False
-        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
+        self._runs: weakref.WeakSet[GenerationRun] = weakref.WeakSet()
         self._spares: list[Workspace] = []
         """Workspaces of ended runs, for reuse: fresh memory costs page faults."""
 
     def begin_generation(self, prompts: Sequence[str | Sequence[int]],
                          params: Sequence[SamplingParams], *, cut_gen_len: int | None = None,
-                         special: bool = True, on_text: OnText | None = None) -> Run:
+                         special: bool = True, on_text: OnText | None = None) -> GenerationRun:
         """Begin a run that continues prompts, on all ranks.
 
         Parameters
@@ -296,16 +296,17 @@ class Engine:
         return requests, scorer, new
 
     def _begin(self, requests: list[Request], new_tokens: Mapping[int, int],
-               consumer: LogitsConsumer, *, gen_len: int) -> Run:
+               consumer: LogitsConsumer, *, gen_len: int) -> GenerationRun:
         self.check_open()
         # A prefill scorer needs the rows of every request, so equal prompts are not shared.
         queue = self.runner.queue(requests, new_tokens,
                                   share_prompts=not isinstance(consumer, PrefillScorer))
-        run = Run(self.runner, requests, queue, consumer, gen_len=gen_len)
+        run = GenerationRun(self.runner, requests, queue, consumer, gen_len=gen_len)
         self._runs.add(run)
         return run
 
-    def begin_session(self, max_len: int, prefill_chunk: int, sampler: GenerationSampler) -> Run:
+    def begin_session(self, max_len: int, prefill_chunk: int, sampler: GenerationSampler
+                      ) -> GenerationRun:
         """Begin a run with an `OpenQueue`, and allocate its memory.
 
         Parameters
@@ -324,7 +325,8 @@ class Engine:
         """
         self.check_open()
         runner, workload = self.session_runner(max_len, prefill_chunk)
-        run = Run(runner, [], runner.open_queue(max_len), sampler, gen_len=workload.gen_len)
+        run = GenerationRun(runner, [], runner.open_queue(max_len), sampler,
+                            gen_len=workload.gen_len)
         run.workspace = self._workspace(run)
         self._runs.add(run)
         return run
@@ -340,14 +342,14 @@ class Engine:
             max_len - 1, max_len - 1 if keeps_generated else 1, policy.gpu_batch_size,
             policy.num_gpu_batches)
 
-    def run_all(self, run: Run) -> None:
+    def run_all(self, run: GenerationRun) -> None:
         """Compute all blocks of a run."""
         self.stats = run.stats
         while not run.finished:
-            self.step(run)
+            self.run_block(run)
         self.end(run)
 
-    def step(self, run: Run) -> list[Request]:
+    def run_block(self, run: GenerationRun) -> list[Request]:
         """Compute the next block of a run, on all ranks. Return the requests that it finished.
 
         If a block runs out of memory, it is computed again with half the sequences, and so are all
@@ -360,10 +362,10 @@ class Engine:
             pipeline has begun another run.
         """
         self.check_open()
-        self._control.send(Step(), run)
+        self._control.send(RunBlock(), run)
         with self._control.working():
             try:
-                while (requests := self._try_step(run)) is None:
+                while (requests := self._try_block(run)) is None:
                     pass
             except BaseException as error:
                 run.fail(error)
@@ -371,7 +373,7 @@ class Engine:
         self.stats = run.stats
         return requests
 
-    def _try_step(self, run: Run) -> list[Request] | None:
+    def _try_block(self, run: GenerationRun) -> list[Request] | None:
         """Compute a block. Return None if memory ran out and the block was halved."""
         computing = False
         try:
@@ -391,7 +393,7 @@ class Engine:
             run.halve(error)
             return None
 
-    def _workspace(self, run: Run) -> Workspace:
+    def _workspace(self, run: GenerationRun) -> Workspace:
         """Return a spare workspace that is large enough for a run, or allocate one.
 
         Raises
@@ -414,7 +416,7 @@ class Engine:
         self._control.check_all_fit(check)  # other ranks may need a new one
         return run.runner.workspace(size) if spare is None else spare
 
-    def end(self, run: Run) -> None:
+    def end(self, run: GenerationRun) -> None:
         """Close a run, and keep its workspace for another run."""
         workspace, run.workspace = run.workspace, None
         run.close()

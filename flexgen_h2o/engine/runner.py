@@ -397,7 +397,7 @@ class Runner:
             while queue.left:
                 block = queue.next()
                 request_keys.append(block[0].requests[0].key)
-                stats = stats.merge(self.run(workspace, block, consumer))
+                stats = stats.merge(self.run_block(workspace, block, consumer))
             return stats
 
     def bars(self) -> RunBars:
@@ -411,10 +411,10 @@ class Runner:
                  policy=self.args.policy, experts=self._experts).run([batch], consumer,
                                                                      keep_cache=True)
 
-    def run(self, workspace: Workspace, block: Block, consumer: LogitsConsumer, *,
-            keep_cache: bool = False, bars: RunBars | None = None,
-            drafter: Drafter | None = None,
-            should_end: Callable[[], bool] = lambda: False) -> RunStats:
+    def run_block(self, workspace: Workspace, block: Block, consumer: LogitsConsumer, *,
+                  keep_cache: bool = False, bars: RunBars | None = None,
+                  drafter: Drafter | None = None,
+                  should_end: Callable[[], bool] = lambda: False) -> RunStats:
         """Run a block in a workspace, and return its statistics.
 
         Parameters

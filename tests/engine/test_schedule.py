@@ -11,7 +11,7 @@ from flexgen_h2o.engine.schedule import MOVES, Kind, LayerStep, num_layer_steps,
 
 
 @dataclass
-class Run:
+class ScheduleCase:
     """The steps of a run, and the place of each among them."""
 
     passes: int
@@ -45,7 +45,7 @@ class Run:
 SIZES = dict(passes=st.integers(1, 4), layers=st.integers(1, 4), batches=st.integers(1, 4),
              overlap=st.booleans(), split_from=st.none() | st.integers(0, 4), sep=st.booleans(),
              keeps=st.booleans())
-runs = st.builds(Run, **SIZES)
+runs = st.builds(ScheduleCase, **SIZES)
 
 
 @given(runs)
@@ -70,8 +70,8 @@ def test_every_step_comes_once_and_computes_in_order(run):
 @given(no_ops=st.sets(st.sampled_from(sorted(MOVES, key=lambda kind: kind.value)), min_size=3)
        | st.just(MOVES), options=st.fixed_dictionaries(SIZES))
 def test_no_ops_are_left_out(no_ops, options):
-    assert Run(**options, no_ops=no_ops).steps == [
-        step for step in Run(**options).steps if step.kind not in no_ops]
+    assert ScheduleCase(**options, no_ops=no_ops).steps == [
+        step for step in ScheduleCase(**options).steps if step.kind not in no_ops]
 
 
 @given(runs)
@@ -153,12 +153,12 @@ def test_attention_starts_before_the_previous_compute(run):
 
 @pytest.mark.parametrize("sep, last", [(False, 2), (True, 3)])
 def test_layer_steps_of_a_pass(sep, last):
-    layers = {step.layer for step in Run(1, 1, 1, sep=sep).steps}
+    layers = {step.layer for step in ScheduleCase(1, 1, 1, sep=sep).steps}
     assert layers == set(range(last + 1)) and num_layer_steps(1, sep) == last + 1
 
 
 def test_steps_follow_the_zig_zag_of_the_paper():
-    shown = [(s.kind.name, s.forward_pass, s.layer, s.batch) for s in Run(1, 1, 2).steps]
+    shown = [(s.kind.name, s.forward_pass, s.layer, s.batch) for s in ScheduleCase(1, 1, 2).steps]
     assert shown[:7] == [
         ("LOAD_WEIGHTS", 0, 0, None), ("LOAD_WEIGHTS", 0, 1, None), ("LOAD_CACHE", 0, 1, 0),
         ("COMPUTE", 0, 0, 0), ("STORE_HIDDEN", 0, 0, 0), ("LOAD_HIDDEN", 0, 1, 0),

@@ -186,7 +186,7 @@ def test_a_block_that_lacks_memory_is_halved(tiny_model, monkeypatch, free):
           llm.open_session(max_model_len=64, block_seconds=ENDLESS) as session):
         first, second = (session.add(prompt, max_new_tokens=4, eos_token_id=-1)
                          for prompt in PROMPTS[:2])
-        compute = generation.Run.compute_block
+        compute = generation.GenerationRun.compute_block
 
         def failing(run):
             block = run.queue.next()
@@ -196,7 +196,7 @@ def test_a_block_that_lacks_memory_is_halved(tiny_model, monkeypatch, free):
             return compute(run)
 
         with monkeypatch.context() as patch:
-            patch.setattr(generation.Run, "compute_block", failing)
+            patch.setattr(generation.GenerationRun, "compute_block", failing)
             if not free:
                 with pytest.raises(PromptError, match="one sequence alone"):
                     session.step()
