@@ -214,8 +214,8 @@ def fused_experts(source: Path, prefix: str, kind: Architecture, parts: Mapping[
             if not fits or math.prod(shape[1:]) > _MAX_ELEMENTS:
                 raise UserError(f"{source}: the tensors of {prefix}{name}{end} do not fit together")
             if suffix == "weight" and blocks.name == "MXFP4" and gpt_oss:
-                for arrangement in ("blocks", "scales"):
-                    yield f"{prefix}{name}_{arrangement}", FusedExperts(stacked, arrangement)
+                for part in ("blocks", "scales"):
+                    yield f"{prefix}{name}_{part}", FusedExperts(stacked, part)
             else:
                 yield f"{prefix}{name}{end}", FusedExperts(stacked, arrangement)
 
