@@ -119,6 +119,22 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+def test_parts_of_matrices_keep_their_quantized_values(tmp_path):
+    """Queries and gates alternate by head; values of the DeltaNet's output are in another order."""
+    _, source = make("qwen35", tmp_path, {"head_dim": 16, "linear_value_head_dim": 16},
+                     kind=Kind.Q8_0)
+    scores = []
+    for bits in (AUTO, 16):
+        with LLM(str(source), dtype="float32", weight_bits=bits) as llm:
+            scores.append(torch.tensor(llm.loglikelihood([([5, 6, 7], [8, 9, 10])])))
+            kept = llm.weight_options.layouts
+            for name in ("self_attn.q_proj.query", "self_attn.q_proj.gate",
+                         "linear_attn.in_proj_qkv", "linear_attn.in_proj_z"):
+                assert any(name in key for key in kept) == (bits == AUTO), name
+            assert not any("out_proj" in key for key in kept)
+    torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items()
                                   if case.model_type in FAMILIES])
 def test_tokens_are_those_of_transformers(tmp_path, name):
