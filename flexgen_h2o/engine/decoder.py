@@ -259,6 +259,7 @@ class DecoderLayers:
                 self._advance_rows(step, weights, x[chunk.row : chunk.end], chunk,
                                    list(chunk.prompt_starts(batch.batch_layout.past)))
             return
+        # A finished sequence repeats its newest token. Nothing reads its state any more.
         token = batch.token(forward_pass)
         lengths = [batch.batch_layout.tokens(sequence, token) for sequence in range(len(batch))]
         spans = tuple(PromptChunk(sequence, length - 1, length)
