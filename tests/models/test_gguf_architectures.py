@@ -157,11 +157,14 @@ def test_glm_4_7_flash_is_stored_as_deepseek2(tmp_path):
     assert [each.token_ids for each in found] == expected
 
 
-def test_older_deepseek_v3_has_its_published_groups(tmp_path):
-    header = read_header(make("deepseek2", tmp_path)[1])
+@pytest.mark.parametrize(("name", "experts", "kept"), [("deepseek2", 256, 4),
+                                                       ("deepseek2 lite", 160, 3)])
+def test_older_deepseek_has_its_published_groups(tmp_path, name, experts, kept):
+    header = read_header(make(name, tmp_path)[1])
     values = {key: value for key, value in header.values.items() if "expert_group" not in key}
-    config = config_of(replace(header, values={**values, "deepseek2.expert_count": 256}))
-    assert (config["n_group"], config["topk_group"]) == (8, 4)
+    config = config_of(replace(header, values={**values, "deepseek2.expert_count": experts}))
+    assert (config["n_group"], config["topk_group"]) == (8, kept)
+    assert config.get("topk_method") in (None, "group_limited_greedy")
 
 
 def tokenizer_of(tmp_path, monkeypatch, split: str):

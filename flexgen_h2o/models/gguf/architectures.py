@@ -343,8 +343,9 @@ def _deepseek2(meta: Metadata, head_dim: int) -> dict[str, Any]:
         raise UserError(f"{meta.source}: a scale of attention that depends on positions is not "
                         f"supported of a {meta.architecture} model")
     values, rank = _grouped_moe(meta, head_dim), "attention.q_lora_rank"
-    if meta.count("expert_count") == 256 and not meta.has("expert_group_count"):
-        values |= {"n_group": 8, "topk_group": 4}  # DeepSeek V3 in older files
+    kept = {160: 3, 256: 4}.get(meta.count("expert_count"))
+    if kept and not meta.has("expert_group_count"):  # the large models in older files
+        values |= {"n_group": 8, "topk_group": kept}
     # In older files keys and values are those of attention, not of its cache.
     key, value = (meta.count(f"attention.{name}_length_mla", meta.count(f"attention.{name}_length"))
                   for name in ("key", "value"))
