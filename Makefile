@@ -30,9 +30,9 @@ export FLEXGEN_H2O_OBJECTS := $(abspath $(VENV))/objects
 MAKEFLAGS += -j2
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all docs wheel wheel-aarch64 test-wheel test-asan lock locked sbom \
-    test-transformers-4 gpu-check check-quality compare-llama-cpp compare-experts compare-engines \
-    compare-engines-limited clean
+.PHONY: demo test test-all docs wheel wheel-aarch64 test-wheel test-asan test-tsan fuzz soak \
+    lock locked sbom test-transformers-4 gpu-check check-quality compare-llama-cpp compare-experts \
+    compare-engines compare-engines-limited clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
 	$(BIN)/python -m flexgen_h2o.flex_opt --config configs/demo.yaml \
@@ -80,12 +80,38 @@ KERNEL_TESTS := $(addprefix tests/kernels/test_,$(addsuffix .py,ops native skinn
 # The kernels' tests once more, against a build that stops at any access out of bounds and any
 # undefined behaviour.
 test-asan: $(VENV)/.have-test
-	FLEXGEN_H2O_SANITIZE=1 FLEXGEN_H2O_BUILD=all \
+	FLEXGEN_H2O_SANITIZE=address,undefined FLEXGEN_H2O_BUILD=all \
 	    $(BIN)/python setup.py -q build_ext --build-lib build/asan
 	FLEXGEN_H2O_NATIVE=build/asan/flexgen_h2o/kernels/_cpu.so \
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    $(BIN)/python -m pytest -q --all $(KERNEL_TESTS)
+
+# The kernels' tests with three threads, against a build that reports data races. GCC's OpenMP library
+# synchronizes in ways that ThreadSanitizer does not see, so the build has a small one of its own, with
+# std::thread. What PyTorch does in its threads is not watched. Reports come from C++: pytest must not
+# capture them.
+test-tsan: $(VENV)/.have-test
+	FLEXGEN_H2O_SANITIZE=thread FLEXGEN_H2O_BUILD="$$($(BIN)/python -c \
+	    'from flexgen_h2o.kernels.cpu import library; print(library.instruction_set())')" \
+	    $(BIN)/python setup.py -q build_ext --build-lib build/tsan
+	FLEXGEN_H2O_NATIVE=build/tsan/flexgen_h2o/kernels/_cpu.so TEST_THREADS=3 \
+	    TSAN_OPTIONS="halt_on_error=1 exitcode=66 report_mutex_bugs=0 suppressions=tests/helpers/tsan.supp" \
+	    LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
+	    setarch -R $(BIN)/python -m pytest -q --capture=sys $(KERNEL_TESTS)
+
+# Damaged files, requests, grammars and drafts, CASES of each kind.
+CASES ?= 1000
+fuzz: $(VENV)/.have-test
+	FUZZ_EXAMPLES=$(CASES) FUZZ_CSV=$(abspath benchmarks/results/fuzz.csv) \
+	    $(BIN)/python -m pytest -q tests/test_fuzz.py
+
+# Jobs and live requests for HOURS with kills, memory pressure and a disk that fills. It adds a row to
+# benchmarks/results/reliability_soak.csv, and fails if anything is wrong. As root it mounts a small
+# disk to fill.
+HOURS ?= 2
+soak: $(VENV)/.have-test
+	$(BIN)/python benchmarks/soak.py --hours $(HOURS)
 
 # The versions and hashes of the packages that the workflows test and release with. PyTorch's CPU builds
 # are on an index of their own and pinned by version: its override drops it, and TORCH_NEEDS is what

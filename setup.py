@@ -53,9 +53,12 @@ dispatch.cpp chooses the kernels of the other instruction sets from these.
 FALLBACKS = {"avx2": "portable", "avxvnni": "avx2", "avx512": "portable", "avx512vnni": "avx512",
              "avx512bf16": "avx512vnni", "amx": "avx512vnni", "amx_emulated": "avx2"}
 """The instruction set from which dispatch.cpp takes the kernels that a set lacks."""
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover", "-g", "-O1",
-            "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-"""Flags with FLEXGEN_H2O_SANITIZE set (`make test-asan`). GCC 12 warns about its own intrinsics."""
+SANITIZE = {kind: [f"-fsanitize={kind}", "-fno-sanitize-recover", "-g", "-O1",
+                   "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+            for kind in ("address,undefined", "thread")}
+"""Flags by FLEXGEN_H2O_SANITIZE (`make test-asan`, `make test-tsan`). GCC 12 warns about its own
+intrinsics."""
+TSAN_OPENMP = Path("tests", "helpers", "tsan_openmp.cpp")
 
 
 class BuildKernels(build_ext):
@@ -74,7 +77,10 @@ class BuildKernels(build_ext):
         choice = requested_sets(os.environ.get("FLEXGEN_H2O_BUILD") or "native")
         if choice == ():
             return
-        flags = FLAGS + (SANITIZE if os.environ.get("FLEXGEN_H2O_SANITIZE") else [])
+        sanitizer = os.environ.get("FLEXGEN_H2O_SANITIZE", "")
+        flags = FLAGS + SANITIZE.get(sanitizer, [])
+        if sanitizer == "thread":
+            ext.depends.append(str(TSAN_OPENMP))
         jobs = [(source, name, [*flags, *more, f"-DISA={name}"])
                 for source in ext.sources for name, more in INSTRUCTION_SETS.items()
                 if Path(source).stem != "dispatch"
@@ -126,6 +132,8 @@ class BuildKernels(build_ext):
             self.announce(f"building the CPU kernels for {', '.join(sets)}", level=2)
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(compiled, (job for job in jobs if job[1] in sets)))
+            if sanitizer == "thread":
+                objects.append(compiled((str(TSAN_OPENMP), "openmp", FLAGS)))
             # Without -fopenmp: PyTorch's library has the symbols of OpenMP, see library.py.
             link([*objects, dispatch(sets)], self.get_ext_fullpath(ext.name))
         except (BaseError, CCompilerError, OSError) as error:

@@ -85,8 +85,11 @@ def isa(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads():
-    """Use one thread: tiny matmuls gain nothing from a second one, and wait for it."""
-    torch.set_num_threads(1)
+    """Use one thread: tiny matmuls gain nothing from a second one, and wait for it.
+
+    TEST_THREADS sets another number, for `make test-tsan`.
+    """
+    torch.set_num_threads(int(os.environ.get("TEST_THREADS", 1)))
 
 
 @pytest.fixture

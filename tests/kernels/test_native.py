@@ -6,6 +6,7 @@ import os
 import resource
 import runpy
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -329,6 +330,16 @@ def test_results_do_not_depend_on_threads(isa):
             with threads(count):
                 for one, other in zip(alone, results(function, case), strict=True):
                     assert same(one, other)
+
+
+@BUILT
+def test_results_do_not_depend_on_other_calls(isa):
+    calls = [*some_calls()][::4]
+    expected = [results(*call) for call in calls]
+    with ThreadPoolExecutor(3) as pool:
+        for found, alone in zip(pool.map(lambda call: results(*call), calls), expected,
+                                strict=True):
+            assert all(map(same, found, alone))
 
 
 # Memory

@@ -1,9 +1,11 @@
 """A ring of staging buffers: in any order of use, nothing is read or written while in use."""
 
 import itertools
+import random
 
 import pytest
 import torch
+from helpers.delays import SEEDS, random_delays
 from helpers.fakes import LazyComputeDevice, LazyPool
 from helpers.internals import flush, keep_latest_in, lanes_with
 from helpers.selection import examples
@@ -24,13 +26,14 @@ class Engine:
     """Loads, computes with and stores the bytes of four keys, and knows what each has to be.
 
     Jobs, copies and compute are as late as allowed unless an act runs them: where a wait is
-    missing, something sees wrong bytes.
+    missing, something sees wrong bytes. With `threads`, lanes run their jobs at once.
     """
 
-    def __init__(self, count: int = 3):
+    def __init__(self, count: int = 3, *, threads: bool = False):
         self.device = LazyComputeDevice()
         self.transfers = Transfers(self.device, links=LinkStats(), trace=Trace(enabled=False))
-        self.pools = dict(zip(LANES, lanes_with(self.transfers, LazyPool), strict=True))
+        self.pools = {} if threads else dict(
+            zip(LANES, lanes_with(self.transfers, LazyPool), strict=True))
         self.ring = BufferRing(self.transfers, [
             StagingBuffer(self.device.empty(1), self.device.host_empty(1)) for _ in range(count)])
         self.turns = itertools.cycle(range(count))
@@ -46,7 +49,7 @@ class Engine:
         """Do what `act` says to the lane, or to the key or one that is fit for it, of a number."""
         lane = LANES[number % len(LANES)]
         if act == "run a job":
-            if self.pools[lane].jobs:
+            if self.pools and self.pools[lane].jobs:
                 self.pools[lane].run_one()
         elif act == "run copies":
             flush(self.transfers, lane)
@@ -128,10 +131,23 @@ class Engine:
        acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 11)), min_size=30,
                      max_size=60))
 def test_buffers_in_use_are_never_touched(count, acts):
-    engine = Engine(count)
+    check_acts(Engine(count), acts)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_buffers_in_use_are_never_touched_by_threads(seed):
+    draw, engine = random.Random(seed), Engine(2 + seed % 2, threads=True)
+    with random_delays(seed):
+        check_acts(engine, [(draw.choice(ACTS), draw.randrange(12)) for _ in range(150)])
+        engine.transfers.close()
+
+
+def check_acts(engine: Engine, acts: list[tuple[str, int]]) -> None:
+    """Do acts to the end: everything that was read was what it had to be."""
     for act, number in acts:
         engine.act(act, number)
     engine.wait_for_all()
+    engine.transfers.drain()
     engine.device.mark().synchronize()
     assert all(found == [value] for found, value in engine.met), engine.met
     assert [store.host.unique().tolist() for store in engine.stores] == [
