@@ -45,7 +45,6 @@ from flexgen_h2o.files.rows import append_row
 from flexgen_h2o.metrics.provenance import cpu_model, origin
 
 RESULTS = Path(__file__).parent / "results" / "reliability_soak.csv"
-MODEL = "smollm2-135m"
 COMMON = ["--dtype", "float32", "--device", "cpu"]
 SERVER = ["--percent", "0", "60", "50", "0", "--gpu-batch-size", "4", "--max-model-len", "160",
           "--max-block-seconds", "5"]
@@ -106,12 +105,12 @@ def write_lines(path: Path, lines: Sequence[object]) -> Path:
 class Server:
     """A server in a process, which may be killed and started again on the same port."""
 
-    def __init__(self, disk: Path, log: Path, environment: Mapping[str, str]):
+    def __init__(self, model: str, disk: Path, log: Path, environment: Mapping[str, str]):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._argv = [sys.executable, "-m", "flexgen_h2o", "serve", "--model", MODEL, *COMMON,
+        self._argv = [sys.executable, "-m", "flexgen_h2o", "serve", "--model", model, *COMMON,
                       *SERVER, "--port", str(self.port), "--data-dir", str(disk / "data"),
                       "--offload-dir", str(disk / "offload"), "--max-queue", "64"]
         self._log, self._environment = log, environment
@@ -154,8 +153,8 @@ class Server:
 class Soak:
     """The threads of a soak test, and what they have counted."""
 
-    def __init__(self, folder: Path, disk: Path | None, hours: float):
-        self.folder, self.seconds = folder, hours * 3600
+    def __init__(self, model: str, folder: Path, disk: Path | None, hours: float):
+        self.model, self.folder, self.seconds = model, folder, hours * 3600
         self.fills = disk
         self.disk = disk or folder / "disk"
         self.disk.mkdir(exist_ok=True)
@@ -171,8 +170,8 @@ class Soak:
             self.clock.write_text("+0")
             self.environment |= {
                 "LD_PRELOAD": libraries[0], "FAKETIME_TIMESTAMP_FILE": str(self.clock),
-                "FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
-        self.server = Server(self.disk, folder / "server.log", self.environment)
+                "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+        self.server = Server(model, self.disk, folder / "server.log", self.environment)
         self.expected = {kind: self._undisturbed(kind) for kind in KINDS}
         self.began = time.monotonic()
 
@@ -189,7 +188,7 @@ class Soak:
                 self.wrong.append(f"{what} {name}: {text!r}, not {self.expected[kind][name]!r}")
 
     def _job(self, kind: str, name: str, *flags: str) -> list[str]:
-        return [sys.executable, "-m", "flexgen_h2o", "batch", "--model", MODEL, *COMMON,
+        return [sys.executable, "-m", "flexgen_h2o", "batch", "--model", self.model, *COMMON,
                 *KINDS[kind], "-i", str(self.folder / f"{name}.in.jsonl"), "-o",
                 str(self.folder / f"{name}.out.jsonl"), *flags]
 
@@ -434,9 +433,10 @@ class Soak:
         """
         last = self.samples[-1][0]
         rows = np.array([sample[1:3] for sample in self.samples if sample[0] == last])
-        rows = rows[rows[:, 0] > rows[0, 0] + 0.2 * (rows[-1, 0] - rows[0, 0])]
+        rows = rows[rows[:, 0] >= rows[0, 0] + 0.2 * (rows[-1, 0] - rows[0, 0])]  # not its start
         hours = (rows[:, 0] - rows[0, 0]) / 3600
-        return float(np.polyfit(hours, rows[:, 1], 1)[0]), float(hours[-1]), float(rows[:, 1].max())
+        slope = np.polyfit(hours, rows[:, 1], 1)[0] if len(rows) > 2 else float("nan")
+        return float(slope), float(hours[-1]), float(rows[:, 1].max())
 
 
 @contextmanager
@@ -464,11 +464,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the soak test, print and append its row, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--hours", type=float, default=2.0)
+    parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     with small_disk(folder / "disk") as disk:
-        soak = Soak(folder, disk, arguments.hours)
+        soak = Soak(arguments.model, folder, disk, arguments.hours)
         try:
             soak.run()
             leaked = soak.leaked_descriptors()

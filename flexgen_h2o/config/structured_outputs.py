@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,6 +13,8 @@ from flexgen_h2o.errors import UserError, check_text, short_repr
 _OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}"}
 """Options of JSON schemas. Models that may write any number of blanks between two values sometimes
 never end."""
+_CRASHING = re.compile(r"-922337203685477\d{4}(?!\d)")
+"""Integers near -2**63, whose constants overflow the stack of llguidance 1.9."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,9 @@ class StructuredOutputs:
                             "extra flexgen-h2o[structured-outputs] brings") from None
         name, text = next((field.name, getattr(self, field.name)) for field in fields(self)
                           if getattr(self, field.name) not in (None, False))
+        if name in ("json", "grammar") and (number := _CRASHING.search(text)):
+            raise UserError(f"structured_outputs' {name} has the number {number[0]}, which "
+                            "llguidance cannot take: use one that is not near -2**63")
         try:
             if name in ("json", "json_object"):
                 schema = '{"type": "object"}' if name == "json_object" else text

@@ -176,6 +176,8 @@ def test_wrong_values_are_refused(options):
     StructuredOutputs(grammar="start: missing"),
     StructuredOutputs(json={"allOf": [{"type": "string"}, {"type": "integer"}]}),
     StructuredOutputs(json={"$ref": "http://localhost/schema.json"}),
+    StructuredOutputs(json={"enum": [1, [-2**63]]}), StructuredOutputs(json={"const": 512 - 2**63}),
+    StructuredOutputs(grammar='start: %json {"const": -9223372036854775808}'),
 ])
 def test_grammars_that_cannot_be_met_are_refused(outputs):
     refused(lambda: outputs.compile(), match="structured_outputs")
