@@ -98,7 +98,7 @@ test-tsan: $(VENV)/.have-test
 	FLEXGEN_H2O_NATIVE=build/tsan/flexgen_h2o/kernels/_cpu.so TEST_THREADS=3 \
 	    TSAN_OPTIONS="halt_on_error=1 exitcode=66 report_mutex_bugs=0 suppressions=tests/helpers/tsan.supp" \
 	    LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
-	    setarch -R $(BIN)/python -m pytest -q --capture=sys $(KERNEL_TESTS)
+	    setarch -R $(BIN)/python -m pytest -q --capture=sys -k "not memory" $(KERNEL_TESTS)
 
 # Damaged files, requests, grammars and drafts, CASES of each kind.
 CASES ?= 1000

@@ -17,7 +17,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -92,7 +92,7 @@ class Api:
         guard = Middleware(Guard, key=key, host=host, origins=origins, max_file=self._max_file)
         return Starlette(routes=routes, middleware=[*cors, guard], exception_handlers={
             kind: _handle for kind in (ApiError, BadRequest, StoreError, Unavailable, Stopped,
-                                       HTTPException, Exception)})
+                                       ClientDisconnect, HTTPException, Exception)})
 
     # Files.
 
@@ -319,6 +319,8 @@ def _api_error(error: Exception) -> ApiError:
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, StoreError):
         return ApiError(507, message, code="insufficient_storage")
+    if isinstance(error, ClientDisconnect):
+        return ApiError(499, "the client has left")
     return ApiError(500, "the server has an error: see its log")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 import shutil
@@ -190,10 +191,14 @@ def _drafts(folder: Path, stack: ExitStack) -> Target:
 
 
 def _http(folder: Path, stack: ExitStack) -> Target:
-    """Return the target of bytes that a client sends: answers are below 500, and come."""
+    """Return the target of bytes that a client sends: answers are below 500, and nothing is logged
+    as an error of the server's.
+    """
     served = stack.enter_context(serving([*flags(str(folder / "model"), folder / "data"),
                                           "--max-model-len", "24", "--max-file-size", "4KB"]))
     port = httpx.URL(served.url).port
+    log = logging.getLogger("uvicorn.error")
+    errors = stack.enter_context(mock.patch.object(log, "error"))
     file_id = served.upload([request("r", prompt="w3", max_tokens=1)])
     completion = {"prompt": "w3 w4", "max_tokens": 2, "temperature": 0.5, "seed": 1, "stop": ["x"],
                   "logprobs": 1}
@@ -242,6 +247,7 @@ def _http(folder: Path, stack: ExitStack) -> Target:
                 pass
         statuses = [int(status) for status in re.findall(rb"^HTTP/1\.1 (\d+)", answer, re.M)]
         assert not any(status >= 500 for status in statuses), answer
+        assert not errors.called, errors.call_args
         if not statuses:
             assert served.http.get("/health").status_code == 200
         if not statuses or statuses[0] >= 400:

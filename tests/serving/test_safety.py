@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx
@@ -12,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.commands import serve
+from flexgen_h2o.requests.request import Defaults
+from flexgen_h2o.serving.api import Api
 from flexgen_h2o.serving.guard import MAX_BODY, MAX_DEPTH
 
 BODY = {"prompt": "w3", "max_tokens": 1}
@@ -86,6 +89,24 @@ def test_bodies_that_are_no_flat_json_are_refused(served, body):
     for path in ("completions", "chat/completions", "batches"):
         answer = served.http.post(f"/v1/{path}", content=body)
         assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "batches", "files"])
+def test_a_client_that_leaves_is_no_error_of_the_server(path):
+    sent = []
+    scope = {"type": "http", "method": "POST", "path": f"/v1/{path}", "query_string": b"",
+             "headers": [(b"host", b"127.0.0.1"), (b"content-length", b"90"),
+                         (b"content-type", b"multipart/form-data; boundary=b")]}
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    api = Api(None, None, None, Defaults(("m",), 4), model="m", max_model_len=9, max_file=9)
+    asyncio.run(api.app(key=None, host="127.0.0.1", origins=())(scope, receive, send))
+    assert sent[0]["status"] == 499
 
 
 def test_unknown_paths_and_methods_have_api_errors(served):
