@@ -12,7 +12,7 @@ on disk. Meanwhile
 - the wall clock of all processes jumps by hours, if Debian's package libfaketime is installed.
 
 Every text is compared with those of an undisturbed run. In the second half the server's memory must
-not grow, and at the end it must have no more descriptors than a fresh one. A row is appended to
+not grow, and at the end it must have about as many descriptors as a fresh one. A row is appended to
 results/reliability_soak.csv. The exit status is 1 if anything was wrong.
 """
 
@@ -54,6 +54,9 @@ ON_DISK = ["--percent", "0", "30", "0", "0", "--gpu-batch-size", "3", "--num-gpu
 DISK_BYTES = 400 << 20
 MOST_GROWTH = 1.0
 """MB an hour by which the server's memory may grow. A trial of minutes says nothing about it."""
+MOST_DESCRIPTORS = 8
+"""Descriptors by which a used server may exceed a fresh one, both idle: files of tiers on disk are
+opened when they are first used."""
 SHORTEST_TREND = 900.0  # seconds that the growth is computed from
 FULL_DISK = ("No space left", "is full", "database or disk is full", "has only", "free some")
 HOG = """
@@ -418,15 +421,20 @@ class Soak:
 
     def leaked_descriptors(self) -> int:
         """Return by how many descriptors the server exceeds a fresh one, both idle."""
-        time.sleep(6)  # the server closes connections after 5 s
-        _, used = self.server.usage()
+        used = self._idle_descriptors()
         self.server.end(signal.SIGTERM)
         self.server.start()
         line = self.requests[1]
         answer = httpx.post(self.server.url + line["url"], json=line["body"], timeout=120)
         self.check("last", {line["custom_id"]: text_of(answer.json())})
-        time.sleep(6)
-        return used - self.server.usage()[1]
+        return used - self._idle_descriptors()
+
+    def _idle_descriptors(self) -> int:
+        counts = []
+        for _ in range(20):  # the server closes connections after 5 s
+            time.sleep(1)
+            counts.append(self.server.usage()[1])
+        return min(counts)
 
     def growth(self) -> tuple[float, float, float]:
         """Return the growth of the last server's memory in MB an hour, its hours, and its most MB.
@@ -478,7 +486,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 soak.server.process.kill()
                 soak.server.process.wait()
     growth, hours, memory = soak.growth()
-    if leaked > 0:
+    if leaked > MOST_DESCRIPTORS:
         soak.wrong.append(f"{leaked} descriptors are left open")
     if growth > MOST_GROWTH and hours * 3600 >= SHORTEST_TREND:
         soak.wrong.append(f"the server's memory grows by {growth:.1f} MB an hour")
