@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
-from helpers.generation import answers, open_llm, prompts_of, run, tokens
-from helpers.selection import examples
+from helpers.generation import PLACES, answers, open_llm, prompts_of, run, tokens
+from helpers.selection import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,6 +51,21 @@ def test_log_applies_updates_in_order(sequences, heads, slots, width, count, dty
         SlotUpdate(entries[:, :sequences], slots_of[:sequences]).write(expected)
     log.write(held)
     assert torch.equal(held, expected)
+
+
+@pytest.mark.parametrize("growth_bits", [(LOG, 16), (5, (8, 4)),
+                                         *full((5, 16), (5, 4))], ids=str)
+def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth_bits):
+    """With growth at the write-backs of the log on disk, and between them."""
+    growth, bits = growth_bits
+    monkeypatch.setattr(tiers, "CACHE_GROWTH", growth)
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    expected = tokens(tiny, prompts, None, cache_bits=bits)
+    for place, options in zip(PLACES[1:], ({}, {"overlap": False}, {"prefill_chunk": 8}),
+                              strict=True):
+        got = tokens(tiny, prompts, None, cache_bits=bits, cache=place, **options)
+        assert got == expected, (place, options)
 
 
 def test_equal_prompts_on_every_tier(tiny_model, device, monkeypatch):

@@ -157,14 +157,14 @@ def test_tokens_do_not_depend_on_drafts(tiny_model, tmp_path, draft_with, model,
 def test_rejected_tokens_leave_no_trace(tiny_model, tmp_path, monkeypatch, draft_with, cache, tier):
     """Of drafted tokens that are nonsense: the same scores, positions and slots, bit by bit."""
     draft_with(None)
-    found = []
+    runs = []
     for junk in (0, 3):
         junk_after_tokens(monkeypatch, junk)
         with LLM(str(tiny_model("llama").folder), dtype="float32", offload_dir=str(tmp_path),
                  policy=speculative(TIERS[tier], refill_share=1.0), **CACHES[cache]) as llm:
-            outputs = llm.generate(repetitive_prompts()[1:2] * 3, max_new_tokens=40)
-            found.append(([out.token_ids for out in outputs], states_of(cache_of(llm))))
-    (expected, states), (tokens, others) = found
+            outputs = llm.generate(repetitive_prompts()[1:2] * 3, max_new_tokens=24)
+            runs.append(([out.token_ids for out in outputs], states_of(cache_of(llm))))
+    (expected, states), (tokens, others) = runs
     assert tokens == expected
     for state, other in zip(states, others, strict=True):
         assert torch.equal(state, other)

@@ -9,6 +9,7 @@ import torch
 from helpers.error_cases import refused
 from helpers.fakes import LazyDevice
 from helpers.generation import (
+    LOGGED,
     MODES,
     NEW,
     PLACES,
@@ -20,7 +21,7 @@ from helpers.generation import (
     transformers_tokens,
 )
 from helpers.internals import buffer_bytes, cache_of, open_devices
-from helpers.selection import examples, full_cases
+from helpers.selection import examples, full, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +73,26 @@ def test_eviction_equals_its_simulation(tiny_model, key, positions, options):
 
 H2O = H2OConfig(heavy_ratio=0.1)
 ROLLING = replace(H2O, positions="rolling")
+
+
+@pytest.mark.parametrize("case", [
+    ("opt", 16, H2O), ("llama", 16, ROLLING), ("llama", 8, None), ("llama", (8, 4), ROLLING),
+    *full(("llama", 16, H2O), ("neox", 16, ROLLING), ("llama", 4, H2O), ("llama", 8, ROLLING),
+          ("llama", 4, H2OConfig(heavy_tokens=0, recent_ratio=0.2)), ("llama", (8, 4), None),
+          ("llama", 8, replace(H2O, evict_generated=False)), ("llama", (4, 8), H2O))], ids=str)
+def test_the_same_tokens_on_every_tier(tiny_model, device, case):
+    key, bits, h2o = case
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny, seed=1)  # no key of which lies halfway between two codes
+    expected, stats = run(tiny, prompts, h2o, cache_bits=bits, new=LOGGED)
+    for place, options in zip(PLACES, ({}, {"overlap": False}, {"prefill_chunk": 16},
+                                       {"cpu_cache_compute": True}), strict=True):
+        got = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED, cache=place,
+                     activations=place, **options)
+        assert got == expected, (place, options)
+    if bits != 16:
+        assert stats.kv_bytes_per_token == 3 * sum(  # layers; a key or value of two KV heads
+            2 * (each + 4) for each in (bits if isinstance(bits, tuple) else (bits, bits)))
 
 
 @settings(max_examples=examples(25))

@@ -1,5 +1,6 @@
 """The engine end to end on tiny random models: the same tokens whatever the policy."""
 
+import itertools
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,14 @@ import pytest
 import torch
 from helpers.error_cases import refused
 from helpers.generation import (
+    LOGGED,
     PLACES,
     make_prompts,
     prompts_of,
     tokens,
     transformers_tokens,
 )
+from helpers.selection import full
 from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, Placement, Policy, SamplingParams
@@ -26,6 +29,25 @@ from flexgen_h2o.metrics.trace import Trace
 
 NEW = 8
 FAMILIES = ["opt", "llama", "neox"]
+BATCHES = [(2, 2), (1, 1), (3, 1), (8, 2)]
+
+
+@pytest.mark.parametrize("case", [("opt", 0), ("llama", 1), ("neox", 2), ("llama", 3),
+                                  *full(*itertools.product(FAMILIES, range(4)))], ids=str)
+def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, case):
+    """Pads, partial blocks, and in all cases each pair of placements of weights and cache."""
+    (key, shift), tiny = case, tiny_model(case[0])
+    prompts = prompts_of(tiny, [9, 4, 1, 7, 12])
+    expected = transformers_tokens(tiny, prompts, LOGGED)
+    for i, (weights, (size, batches)) in enumerate(zip(PLACES, BATCHES, strict=True)):
+        cache, activations = PLACES[(i + shift) % 4], PLACES[(2 * i + shift) % 4]
+        got = tokens(tiny, prompts, new=LOGGED, weights=weights, cache=cache,
+                     activations=activations, gpu_batch_size=size, num_gpu_batches=batches,
+                     overlap=key != "llama", offload_dir=str(tmp_path / "offload"))
+        assert got == expected, (weights, cache, activations)
+    assert not (tmp_path / "offload").exists() or not list((tmp_path / "offload").iterdir())
+
+
 def test_calls_in_the_same_workspace(tiny_model, tmp_path, device):
     """Smaller blocks after larger ones, scoring in between, an early end with loads under way."""
     tiny = tiny_model("llama")

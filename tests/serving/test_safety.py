@@ -138,7 +138,7 @@ BASES = {"completions": {"prompt": "w3", "max_tokens": 1},
                      "completion_window": "24h"}}
 
 
-@settings(max_examples=5000 if selection.every_case else 100)
+@settings(max_examples=5000 if selection.every_case else 50)
 @given(path=st.sampled_from([*BASES]), fields=FIELDS, whole=st.booleans())
 def test_no_body_is_an_internal_error(served, path, fields, whole):
     body = fields if whole else BASES[path] | fields
@@ -148,7 +148,7 @@ def test_no_body_is_an_internal_error(served, path, fields, whole):
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-@settings(max_examples=5000 if selection.every_case else 100)
+@settings(max_examples=5000 if selection.every_case else 50)
 @given(method=st.sampled_from(["GET", "POST", "DELETE"]),
        path=st.lists(st.sampled_from(["v1", "files", "batches", "content", "cancel", "models",
                                       "%00", "..", "%2e%2e", "health", "a" * 300]), max_size=4),
