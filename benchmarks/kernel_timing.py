@@ -30,16 +30,16 @@ from flexgen_h2o.storage.links import best_gemm_rate, memory_reader
 from flexgen_h2o.storage.tiers import Device, typed
 
 DTYPE = torch.bfloat16
-ROTATED = 1 << 30
+COPIED_BYTES = 1 << 30
 """Bytes of all copies of an input, more than caches hold."""
-PATIENCE = 6.0
+MAX_SECONDS = 6.0
 """Seconds after which a contestant is done, once it has had `MIN_CALLS` calls."""
 MIN_CALLS = 3
-IN_A_ROW = 8
+CALLS_PER_TURN = 8
 """Successive calls of a contestant: in a run, calls of layers follow each other, too."""
-READ = 1 << 30
+PROBE_BYTES = 1 << 30
 """Bytes read in each turn to measure the memory rate."""
-LONG = 0.1
+LONG_CALL_SECONDS = 0.1
 """Seconds of a call after which a turn ends, as preceding calls no longer matter."""
 COLUMNS = (
     "date", "commit", "host", "cpu", "threads", "torch", "isa", "dtype", "repeats",
@@ -54,7 +54,7 @@ OURS_12, OURS_MXFP4 = "ours, 12 bits", "ours, MXFP4"
 OURS_8_8, OURS_4_8 = (f"{name}, activations 8" for name in (OURS_8, OURS_4))
 SDPA, PLAIN, INDEXED = "torch SDPA", "plain PyTorch", "plain, indexed"
 RANGE = "ours, no search"
-LOOKS = {OURS: ("#0072B2", ""), OURS_12: ("#0072B2", "//"), OURS_8: ("#56B4E9", "//"),
+STYLES = {OURS: ("#0072B2", ""), OURS_12: ("#0072B2", "//"), OURS_8: ("#56B4E9", "//"),
          OURS_4: ("#CC79A7", ".."),
          OURS_MXFP4: ("#CC79A7", "xx"), OURS_8_8: ("#56B4E9", "\\\\"),
          OURS_4_8: ("#CC79A7", "\\\\"),
@@ -81,19 +81,19 @@ class TimedRows:
         """
         product_rate = functools.partial(best_gemm_rate, 2048, DTYPE)
         rates = [product_rate()] if flops else []
-        read, seconds = memory_reader(READ), {name: [] for name in functions}
+        read, seconds = memory_reader(PROBE_BYTES), {name: [] for name in functions}
         for repeat in range(self.repeats + 1):  # the first is a warm-up
             took = _seconds(read)  # also wakes the threads
             if not flops and repeat:
-                rates.append(READ / took)
+                rates.append(PROBE_BYTES / took)
             for name, function in functions.items():
-                if len(seconds[name]) >= MIN_CALLS and sum(seconds[name]) > PATIENCE:
+                if len(seconds[name]) >= MIN_CALLS and sum(seconds[name]) > MAX_SECONDS:
                     continue
-                for arguments in itertools.islice(inputs[name], IN_A_ROW):
+                for arguments in itertools.islice(inputs[name], CALLS_PER_TURN):
                     took = _seconds(function, **arguments)
                     if repeat:
                         seconds[name].append(took)
-                    if took > LONG:
+                    if took > LONG_CALL_SECONDS:
                         break
         rate = max(*rates, product_rate()) if flops else statistics.median(rates)
         limit = f"{rate / 1e12:.2f} TFLOP/s" if flops else f"{rate / 1e9:.1f} GB/s"
@@ -137,8 +137,8 @@ def _seconds(function: Callable, **arguments: object) -> float:
 
 
 def copies(block: torch.Tensor, quick: bool) -> list[torch.Tensor]:
-    """Return copies in `engine_memory`, `ROTATED` bytes in all."""
-    count = 2 if quick else max(2, math.ceil(ROTATED / block.nbytes))
+    """Return copies in `engine_memory`, `COPIED_BYTES` bytes in all."""
+    count = 2 if quick else max(2, math.ceil(COPIED_BYTES / block.nbytes))
     return [engine_memory(block) for _ in range(count)]
 
 
@@ -171,7 +171,7 @@ def draw(rows: list[dict], path: Path, title: str) -> None:
         place += 1.0 if case in ticks else 1.8  # gap before the next case
         ticks.setdefault(case, []).append(place)
         name = row["contestant"]
-        color, hatch = LOOKS[name]
+        color, hatch = STYLES[name]
         axes.barh(place, share, 0.9, color=color, hatch=hatch, edgecolor="white",
                   label=name if name in labels else None)
         labels.pop(name, None)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "H2OConfig", "Output", "Placement", "Policy", "PolicyState", "SamplingParams",
            "StructuredOutputs", "__version__", "register_policy"]
 
-_PLACES = {
+_PUBLIC_NAMES = {
     "LLM": "llm.LLM", "H2OConfig": "config.h2o.H2OConfig", "Output": "outputs.Output",
     "Placement": "config.placement.Placement", "Policy": "config.policy.Policy",
     "PolicyState": "h2o.policies.PolicyState", "SamplingParams": "config.sampling.SamplingParams",
@@ -34,9 +34,9 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     """Load a public name from the module that defines it."""
-    if name not in _PLACES:
+    if name not in _PUBLIC_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _PLACES[name].rpartition(".")
+    module, _, attribute = _PUBLIC_NAMES[name].rpartition(".")
     return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
 
 

@@ -261,18 +261,18 @@ class LLM(ExclusiveResource):
         UserError
             The prompt is empty or too long, or has tokens that the model does not have.
         """
-        return self._prompts.fitting(prompt, name, new_tokens=new_tokens, special=special)
+        return self._prompts.encode_checked(prompt, name, new_tokens=new_tokens, special=special)
 
-    def clamped(self, tokens: int, max_new_tokens: int) -> int:
+    def clamp_new_tokens(self, tokens: int, max_new_tokens: int) -> int:
         """Return `max_new_tokens`, or the number that fits after a prompt of `tokens` if less.
 
         The result is at least 1, because `encode` refuses a prompt that is too long by itself.
         """
-        return self._prompts.clamped(tokens, max_new_tokens)
+        return self._prompts.clamp_new_tokens(tokens, max_new_tokens)
 
     def max_model_len(self, limit: int) -> int:
         """Return `limit` tokens of a prompt and its continuation, or the positions if fewer."""
-        return 1 + self._prompts.clamped(1, limit - 1)
+        return 1 + self._prompts.clamp_new_tokens(1, limit - 1)
 
     @exclusive
     def generate(self, prompts: Sequence[str | Sequence[int]],

@@ -53,7 +53,7 @@ def view_slots(buffer: Tensor, pages: PageLayout, slot_layout: SlotLayout) -> Te
 
 
 @dataclass
-class _HotTokens:
+class _DiskHotTokens:
     """Tokens of one (layer, batch) in memory.
 
     Attributes
@@ -104,7 +104,7 @@ class DiskRecallPart(FetchedPart):
         self._starts = [0, *accumulate(size * capacity.batches for size in sizes)]
         self._buffer = self._device.empty(self._starts[-1])
         self._read_buffer = self._device.host_empty(CHUNK)
-        self._hot: dict[tuple[int, int], _HotTokens] = {}
+        self._hot: dict[tuple[int, int], _DiskHotTokens] = {}
 
     @staticmethod
     def _page_layouts(slot_layout: SlotLayout, capacity: Capacity, hot_slots: Sequence[int]
@@ -150,7 +150,7 @@ class DiskRecallPart(FetchedPart):
             sequences = self._sizes[layer, batch][0]
             start = self._starts[layer] + batch * self._hot_bytes(layer, self.last - self.first)
             shape = (sequences, layout.kv_heads, slots + pages.newest, layout.kinds, layout.width)
-            self._hot[layer, batch] = _HotTokens(
+            self._hot[layer, batch] = _DiskHotTokens(
                 typed(self._buffer, start, shape, layout.dtype),
                 HotSet(sequences * layout.kv_heads, pages.slots, slots, pages.newest),
                 [0] * sequences, [0] * sequences, [False] * sequences)

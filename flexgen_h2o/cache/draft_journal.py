@@ -13,8 +13,8 @@ from torch import Tensor
 from flexgen_h2o.cache.tiers import SlotUpdate
 from flexgen_h2o.h2o.eviction import EvictionState
 
-Place = tuple[int, int, int]
-"""Layer, batch, and the first sequence of the part."""
+JournalKey = tuple[int, int, int]
+"""A part of a cache in a layer: layer, batch, and the first sequence of the part."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +39,24 @@ class _DraftedToken:
 
 
 class DraftJournal:
-    """The drafted tokens that are not verified yet, at each place of a cache."""
+    """The drafted tokens that are not verified yet, in each part of a cache."""
 
     def __init__(self) -> None:
-        self._tokens: dict[Place, list[_DraftedToken]] = {}
+        self._tokens: dict[JournalKey, list[_DraftedToken]] = {}
         self._cache: Tensor  # copy of the slots before the next token
 
-    def __contains__(self, place: Place) -> bool:
-        return place in self._tokens
+    def __contains__(self, key: JournalKey) -> bool:
+        return key in self._tokens
 
-    def attend(self, place: Place, position: int, cache: Tensor, state: EvictionState,
+    def attend(self, key: JournalKey, position: int, cache: Tensor, state: EvictionState,
                attend: Callable[..., tuple[Tensor, Tensor]], *qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``attend(*qkv)``, and record what that overwrites.
 
         Parameters
         ----------
-        place : tuple of int
-            Layer, batch and first sequence. Call for all drafted tokens of one place before
-            the next place.
+        key : tuple of int
+            Layer, batch and first sequence. Call for all drafted tokens of one key before
+            the next key.
         position : int
             Position of the drafted token.
         cache : Tensor [kinds, sequences, kv_heads, slots, width]
@@ -64,22 +64,22 @@ class DraftJournal:
         attend : callable (q, k, v) -> (output, slots)
             Attend, cache the token and evict.
         """
-        if place not in self._tokens:
-            self._tokens[place] = []
+        if key not in self._tokens:
+            self._tokens[key] = []
             self._cache = cache.clone()  # the slot to be taken is not known before
         before = [x.clone() for x in state.tensors]
         out, slots = attend(*qkv)
-        self._tokens[place].append(_DraftedToken(
+        self._tokens[key].append(_DraftedToken(
             position, SlotUpdate.gather(self._cache, slots), state, before))
         SlotUpdate.gather(cache, slots).write(self._cache)
         return out, slots
 
-    def roll_back(self, place: Place, cached: int, cache: Tensor) -> bool:
+    def roll_back(self, key: JournalKey, cached: int, cache: Tensor) -> bool:
         """Undo the tokens from position `cached` on, and forget the others, which are accepted.
 
         Return whether any was undone. `cache` is as in `attend`.
         """
-        rejected = [token for token in self._tokens.pop(place) if token.position >= cached]
+        rejected = [token for token in self._tokens.pop(key) if token.position >= cached]
         for token in reversed(rejected):
             token.slots.write(cache)
         for token in rejected[:1]:

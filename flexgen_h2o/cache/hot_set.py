@@ -111,7 +111,7 @@ class HotSet:
 
 
 @dataclass
-class _HotTokens:
+class _GpuHotTokens:
     """Tokens of one (layer, batch) in the GPU's memory.
 
     Attributes
@@ -154,7 +154,7 @@ class ZeroCopyPart(FetchedPart):
             for slots in hot_slots]
         self._starts = [0, *accumulate(size * capacity.batches for size in self._hot_bytes)]
         self._buffer = self._device.empty(self._starts[-1])
-        self._hot: dict[tuple[int, int], _HotTokens] = {}
+        self._hot: dict[tuple[int, int], _GpuHotTokens] = {}
         self._counts = torch.zeros(2, dtype=torch.int64, device=self._device.torch)
         """Tokens selected, and tokens loaded."""
 
@@ -173,7 +173,7 @@ class ZeroCopyPart(FetchedPart):
         for batch in range(len(sizes) if slots else 0):
             sequences, tokens = self._sizes[layer, batch]
             start = self._starts[layer] + batch * self._hot_bytes[layer]
-            self._hot[layer, batch] = _HotTokens(
+            self._hot[layer, batch] = _GpuHotTokens(
                 typed(self._buffer, start, layout.shape(sequences, slots + 1), layout.dtype),
                 HotSet(sequences * layout.kv_heads, tokens, slots, 1, device=self._device.torch))
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.distributed.pipeline import Pipeline
     from flexgen_h2o.llm import LLM
 
-_ALIKE = ("model", "path", "activation_bits", "key_bits", "value_bits", "attn_sparsity",
+_SAME_NAMES = ("model", "path", "activation_bits", "key_bits", "value_bits", "attn_sparsity",
           "calibration", "verify", "device", "dtype", "offload_dir", "seed", "memory_limit",
           "device_memory_limit")
 
@@ -31,7 +31,7 @@ _ALIKE = ("model", "path", "activation_bits", "key_bits", "value_bits", "attn_sp
 def llm_arguments(config: RunConfig, **overrides: Any) -> dict[str, Any]:
     """Return the keywords of `LLM` for a configuration; `overrides` override or extend them."""
     return {
-        **{name: getattr(config, name) for name in _ALIKE},
+        **{name: getattr(config, name) for name in _SAME_NAMES},
         "policy": config.policy(),
         "h2o": config.h2o(),
         "weight_bits": config.resolved_weight_bits,
@@ -48,7 +48,7 @@ def open_llm(config: RunConfig, **overrides: Any) -> LLM:
     return LLM(**llm_arguments(config, **overrides))
 
 
-_TOKENS = 2
+_WARM_UP_TOKENS = 2
 """New tokens of a warm-up on a CPU: one by the prefill, one by a decode step."""
 
 
@@ -60,7 +60,7 @@ def warm_up(llm: LLM, prompts: Sequence[str | Sequence[int]], config: RunConfig)
     """
     tokens = config.cut_gen_len or config.gen_len
     if llm.device.type == "cpu":
-        tokens = min(tokens, _TOKENS)
+        tokens = min(tokens, _WARM_UP_TOKENS)
     # With --cut-gen-len, the measured run allocates for this many tokens only.
     llm.generate(prompts[: config.policy().gpu_batch_size], max_new_tokens=tokens,
                  eos_token_id=-1)

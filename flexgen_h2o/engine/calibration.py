@@ -47,8 +47,8 @@ SEQUENCES, LENGTH = 16, 512
 MIN_TOKENS = 128
 """A text of fewer tokens is refused."""
 
-_BATCH = 4  # sequences; more than one batch to a block, so that layers come whole from disk
-_BESIDE = 2 << 30  # bytes of memory that the pass needs in addition to the weights
+_SEQUENCES_PER_BATCH = 4  # a block has several batches, so that layers come whole from disk
+_PASS_BYTES = 2 << 30  # bytes of memory that the pass needs in addition to the weights
 _KEYS = ("text", "article", "prompt")
 _VERSION = 1  # raise it when the importance changes: it is then measured again
 
@@ -131,7 +131,7 @@ def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequen
     source.weight_format = _MeasuringFormat(source.dtype, squares=squares,
                                    names=frozenset(spec.name for spec in specs),
                                    head=source.weights.head["lm_head"].name)
-    policy = Policy(_BATCH, max(2, -(-len(sequences) // _BATCH)),
+    policy = Policy(_SEQUENCES_PER_BATCH, max(2, -(-len(sequences) // _SEQUENCES_PER_BATCH)),
                     weights=_placement(source, device, args),
                     overlap=args.policy.overlap, pin_weight=args.policy.pin_weight)
     runner = Runner(source, device, replace(args, policy=policy, cache=CacheOptions(), trace=None))
@@ -160,7 +160,7 @@ def _placement(source: ModelSource, device: Device, args: EngineArgs) -> Placeme
         names |= {spec.name: source.weight_format.nbytes(spec) for spec in group.values()}
     limits = free_memory(args.offload_dir, device.free_bytes()).capped(
         cpu=args.memory_limit, gpu=args.device_memory_limit)
-    nbytes = sum(names.values()) + _BESIDE
+    nbytes = sum(names.values()) + _PASS_BYTES
     if device.separate and nbytes < limits.gpu_bytes or (
             not device.separate and nbytes < limits.cpu_bytes):
         return Placement(100, 0, 0)

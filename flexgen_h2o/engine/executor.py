@@ -145,7 +145,7 @@ class Executor:
         for step in schedule(
                 passes, stage.num_layers, len(batches), overlap=overlap,
                 sep_layer=self._policy.sep_layer, keep_cache=keep_cache, stage=stage, groups=groups,
-                split_from=(batch_layout.prefill_passes
+                attend_early_from=(batch_layout.prefill_passes
                             if self._workspace.cache.attends_on_host else None),
                 no_ops=self._no_ops):
             if step.batch is None or self._has_rows(step):

@@ -78,9 +78,9 @@ def num_layer_steps(num_layers: int, sep_layer: bool) -> int:
 
 
 def schedule(num_passes: int, num_layers: int, num_batches: int, *, overlap: bool = True,
-             split_from: int | None = None, sep_layer: bool = False, keep_cache: bool = False,
-             stage: Stage | None = None, groups: int = 1, no_ops: Collection[Kind] = ()
-             ) -> Iterator[LayerStep]:
+             attend_early_from: int | None = None, sep_layer: bool = False,
+             keep_cache: bool = False, stage: Stage | None = None, groups: int = 1,
+             no_ops: Collection[Kind] = ()) -> Iterator[LayerStep]:
     """Return the steps that take a block through the model `num_passes` times.
 
     Every load precedes the compute that uses the data, and every store follows the compute that
@@ -93,7 +93,7 @@ def schedule(num_passes: int, num_layers: int, num_batches: int, *, overlap: boo
         Forward passes, decoder layers, GPU batches in the block; all positive.
     overlap : bool
         Issue loads ahead of their use. False: issue each load just before its use.
-    split_from : int or None
+    attend_early_from : int or None
         From this forward pass on, start attention (ATTEND) before the compute of the previous
         batch, so that the two overlap. It has no effect without `overlap` or with one batch.
         None: never.
@@ -115,7 +115,7 @@ def schedule(num_passes: int, num_layers: int, num_batches: int, *, overlap: boo
     """
     stage = stage or Stage.all_layers(num_layers)
     order = _ComputeOrder(num_passes, num_layers, tuple(split_batches(num_batches, groups)),
-                          overlap, split_from, sep_layer, keep_cache, stage)
+                          overlap, attend_early_from, sep_layer, keep_cache, stage)
     if order.has_only_moves and MOVES.issubset(no_ops):
         return map(order.compute, range(order.count))
     return (step for step in _steps(order) if step.kind not in no_ops)
@@ -176,7 +176,7 @@ class _ComputeOrder:
     num_layers: int
     groups: tuple[range, ...]
     overlap: bool
-    split_from: int | None
+    attend_early_from: int | None
     sep_layer: bool
     keep_cache: bool
     stage: Stage
@@ -195,7 +195,7 @@ class _ComputeOrder:
     @property
     def has_only_moves(self) -> bool:
         """True if all steps are computes and `MOVES`: one rank, and no attention ahead."""
-        return self.stage.ranks == 1 and (self.split_from is None or not self.overlap)
+        return self.stage.ranks == 1 and (self.attend_early_from is None or not self.overlap)
 
     @cached_property
     def period(self) -> int:
@@ -255,9 +255,11 @@ class _ComputeOrder:
         another rank.
         """
         compute = self.compute(number)
-        if self.split_from is None or not self.overlap or number == 0 or not self.attends(compute):
+        if (self.attend_early_from is None or not self.overlap or number == 0
+                or not self.attends(compute)):
             return False
-        return (compute.forward_pass >= self.split_from and not self._receives_hidden(compute)
+        return (compute.forward_pass >= self.attend_early_from
+                and not self._receives_hidden(compute)
                 and self.compute(number - 1).batch != compute.batch)
 
     def load_cache(self, compute: LayerStep | None) -> Iterator[LayerStep]:

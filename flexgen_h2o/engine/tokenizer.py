@@ -22,7 +22,7 @@ from flexgen_h2o.engine.source import ModelSource
 from flexgen_h2o.engine.structured_outputs import GrammarCompiler
 from flexgen_h2o.errors import UserError, check_text, short_repr
 from flexgen_h2o.files.readers import check_regular_file, check_text_file, read_checkpoint_json
-from flexgen_h2o.models.convert import TEXTS
+from flexgen_h2o.models.convert import CONFIG_SUFFIXES
 from flexgen_h2o.models.positions import check_length, clamped_new_tokens, longest_prompt
 from flexgen_h2o.models.registry import read_config, retry_imports
 from flexgen_h2o.outputs import Output
@@ -164,7 +164,7 @@ class Prompts:
         starts = range(0, min(len(ids), count * step), step)
         return [self.encode(front + ids[start : start + step], name) for start in starts]
 
-    def fitting(self, prompt: str | Sequence[int], key: int | str, *, new_tokens: int,
+    def encode_checked(self, prompt: str | Sequence[int], key: int | str, *, new_tokens: int,
                 special: bool) -> list[int]:
         """Return the token ids of a prompt after which `new_tokens` fit: see `encode`."""
         ids = self.encode(prompt, key, special=special)
@@ -172,7 +172,7 @@ class Prompts:
                      new_tokens=new_tokens)
         return ids
 
-    def clamped(self, tokens: int, max_new_tokens: int) -> int:
+    def clamp_new_tokens(self, tokens: int, max_new_tokens: int) -> int:
         """Return `max_new_tokens`, or the number of positions after `tokens` tokens if less."""
         return clamped_new_tokens(self._config, self._h2o, length=tokens,
                                   max_new_tokens=max_new_tokens)
@@ -445,7 +445,7 @@ def load_tokenizer(folder: Path | None):
         return None
     for path in folder.iterdir():
         if not path.is_dir():  # the libraries may read any of them
-            (check_text_file if path.suffix in TEXTS else check_regular_file)(path)
+            (check_text_file if path.suffix in CONFIG_SUFFIXES else check_regular_file)(path)
     if find_spec("sentencepiece") is None and _is_sentencepiece(folder):
         raise UserError(f"the tokenizer in {folder} is a SentencePiece model without a "
                         "tokenizer.json: pip install sentencepiece, which the extra "

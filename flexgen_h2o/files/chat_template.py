@@ -22,14 +22,15 @@ from typing import Any
 from flexgen_h2o.errors import UserError, short_repr
 
 SECONDS = 10.0
-"""What a template may take for one chat: thousands of times what published ones take."""
+"""Time limit of one chat: thousands of times what published templates take."""
 
-_ENGINES = ("chat_template", "conversation", "conversations", "max_length", "messages", "padding",
-            "return_assistant_tokens_mask", "return_dict", "return_tensors",
-            "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation")
+_RESERVED_PARAMETERS = (
+    "chat_template", "conversation", "conversations", "max_length", "messages", "padding",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens",
+    "self", "tokenize", "tokenizer_kwargs", "truncation")
 """Parameters of transformers' `apply_chat_template` that are no arguments of a template."""
 
-_OF_TRANSFORMERS = ("add_generation_prompt", "continue_final_message")
+_ALWAYS_ALLOWED = ("add_generation_prompt", "continue_final_message")
 """Arguments that have an effect even if the template does not name them."""
 
 _log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class ChatRenderer:
             The template refuses the messages, is damaged, does something forbidden, or exceeds its
             time or memory.
         """
-        for name in {*(arguments or {})} - {*_OF_TRANSFORMERS} - self._warned:
+        for name in {*(arguments or {})} - {*_ALWAYS_ALLOWED} - self._warned:
             if name not in self._always["template"]:
                 self._warned.add(name)
                 _log.warning("the chat template does not read %s, which has no effect",
@@ -153,7 +154,7 @@ def check_arguments(name: str, arguments: object) -> None:
     """Raise `UserError`, which begins with `name`, unless `arguments` suit a template."""
     if not isinstance(arguments, Mapping):
         raise UserError(f"{name} must be a mapping of names to values, got {short_repr(arguments)}")
-    for engines in _ENGINES:
+    for engines in _RESERVED_PARAMETERS:
         if engines in arguments:
             raise UserError(f"{name} cannot have {engines!r}, which is no argument of a template's "
                             "own: leave it out")
@@ -197,7 +198,7 @@ def serve() -> None:
     signal.setitimer(signal.ITIMER_REAL, _START)
     from transformers.utils.chat_template_utils import render_jinja_template as render
 
-    _hold()
+    _sandbox()
     signal.setitimer(signal.ITIMER_REAL, 0)
     for line in sys.stdin:
         request = json.loads(line)
@@ -206,7 +207,7 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _hold() -> None:
+def _sandbox() -> None:
     """Limit memory to `_MEMORY` more, and forbid audited events other than imports."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY,) * 2)

@@ -19,10 +19,10 @@ CHUNK_BYTES = 1 << 19
 """Size of temporaries on a CPU. They stay in cache, and in the heap that malloc reuses: an RMS norm
 of 2048 x 2048 in bfloat16 takes a quarter of the time."""
 
-SETTINGS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+CACHE_VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables with the capacities of the matmul caches of oneDNN and of PyTorch."""
 
-PRODUCTS = 64
+CACHED_SHAPES = 64
 """Matmul shapes to cache: a model's weights with a few numbers of rows, which repeat every step."""
 
 QUERY_BLOCK = 256
@@ -45,8 +45,8 @@ def limit_shape_caches() -> None:
     length is another shape, so jobs with many prompts would grow by a gigabyte. The variables are
     read with the first matmul of the process.
     """
-    for name in SETTINGS:
-        os.environ.setdefault(name, str(PRODUCTS))
+    for name in CACHE_VARIABLES:
+        os.environ.setdefault(name, str(CACHED_SHAPES))
 
 
 def argmax(logits: Tensor) -> tuple[list[int], list[float]]:

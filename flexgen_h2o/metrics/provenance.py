@@ -69,12 +69,12 @@ def origin() -> dict[str, str]:
             "host": platform.node()}
 
 
-EVERY = 0.1  # seconds; a sample takes some 20 us
+SAMPLE_INTERVAL = 0.1  # seconds; a sample takes some 20 us
 
 
 @contextmanager
-def sampled_memory(trace: Trace, device_bytes: Callable[[], int | None], *, interval: float = EVERY
-                   ) -> Iterator[None]:
+def sampled_memory(trace: Trace, device_bytes: Callable[[], int | None], *,
+                   interval: float = SAMPLE_INTERVAL) -> Iterator[None]:
     """Sample memory into a trace during the body of a ``with`` statement, and at both ends.
 
     A thread takes the samples; a disabled trace starts none. It ends with the body, also when that

@@ -25,7 +25,7 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ByteProgress = Callable[[int, int], None]
 
 _WEIGHTS = (".safetensors", ".bin")
-TEXTS = (".json", ".model", ".txt", ".jinja")  # configuration and tokenizer
+CONFIG_SUFFIXES = (".json", ".model", ".txt", ".jinja")  # configuration and tokenizer
 _SPARE_BYTES = 64 << 20  # disk space for the small files of a copy
 
 
@@ -75,7 +75,7 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
             layout = _layout(checkpoint, target, float32)
             chunks = _whole_tensors(checkpoint, layout)
             write_weights(copy, layout, chunks, cache=converted(), progress=progress)
-        for path in _files(folder, TEXTS):
+        for path in _files(folder, CONFIG_SUFFIXES):
             if not path.name.endswith(".index.json"):
                 shutil.copyfile(check_text_file(path), copy / path.name)
         config = read_config(folder)
@@ -83,7 +83,7 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
         config.pop("torch_dtype", None)  # the key of transformers before 5
         (copy / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
 
-    return build_once(_files(folder, _WEIGHTS + TEXTS), dtype, model_title(folder), build,
+    return build_once(_files(folder, _WEIGHTS + CONFIG_SUFFIXES), dtype, model_title(folder), build,
                       cache=converted())
 
 

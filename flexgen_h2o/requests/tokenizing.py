@@ -38,8 +38,8 @@ class Encoder(Protocol):
                special: bool) -> list[int]:
         """Return the token ids of a prompt, as `LLM.encode` does."""
 
-    def clamped(self, tokens: int, max_tokens: int) -> int:
-        """Return how many new tokens fit after a prompt, as `LLM.clamped` does."""
+    def clamp_new_tokens(self, tokens: int, max_tokens: int) -> int:
+        """Return how many new tokens fit after a prompt, as `LLM.clamp_new_tokens` does."""
 
     @property
     def vocab_size(self) -> int:
@@ -76,9 +76,9 @@ class BoundedEncoder:
                             f"exceed the server's --max-model-len {self._max_len}")
         return tokens
 
-    def clamped(self, tokens: int, max_tokens: int) -> int:
+    def clamp_new_tokens(self, tokens: int, max_tokens: int) -> int:
         """Return how many new tokens fit after a prompt."""
-        return min(self._encoder.clamped(tokens, max_tokens), self._max_len - tokens)
+        return min(self._encoder.clamp_new_tokens(tokens, max_tokens), self._max_len - tokens)
 
 
 @dataclass
@@ -230,7 +230,7 @@ class RequestTokenizer:
                        for text in texts]
         except UserError as error:
             raise BadRequest(str(error), param="messages" if request.chat else "prompt") from None
-        limits = [encoder.clamped(len(prompt), limit) if request.clamps else limit
+        limits = [encoder.clamp_new_tokens(len(prompt), limit) if request.clamps else limit
                   for prompt in prompts]
         if (params.min_new_tokens or 0) > min(limits):
             raise BadRequest(f"min_tokens {params.min_new_tokens} is more than the {min(limits)} "

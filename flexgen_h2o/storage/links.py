@@ -18,7 +18,7 @@ from flexgen_h2o.storage.disk import CHUNK, WORKERS, AlignedRead, Disk, Extent
 from flexgen_h2o.storage.tiers import PAGE, Device, typed
 
 REPEATS = 5
-LANES = 2
+LOAD_THREADS = 2
 """Threads that wait for loads, as in `transfer.LANES_OF`."""
 WINDOW = 16 * CHUNK
 
@@ -99,18 +99,18 @@ def disk_beside(path: Path, work: Callable[[], object], *, nbytes: int = 1 << 30
 
     def read_lane(lane: int) -> None:
         buffer = buffers[lane]
-        for start in starts[lane::LANES]:
+        for start in starts[lane::LOAD_THREADS]:
             disk.read([AlignedRead(path, start, min(CHUNK, nbytes - start), 0)], buffer)
 
     def read(lanes: ThreadPoolExecutor) -> float:
         began = time.perf_counter()
-        list(lanes.map(read_lane, range(LANES)))
+        list(lanes.map(read_lane, range(LOAD_THREADS)))
         return time.perf_counter() - began
 
-    buffers = [Device().host_empty(CHUNK, touch=True) for _ in range(LANES)]
+    buffers = [Device().host_empty(CHUNK, touch=True) for _ in range(LOAD_THREADS)]
     times = []
     try:
-        with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(LANES) as lanes:
+        with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(LOAD_THREADS) as lanes:
             for _ in range(REPEATS):
                 alone, reading, done = read(lanes), reader.submit(read, lanes), 0
                 while not reading.done():

@@ -264,7 +264,7 @@ class InstantLLM:
     def encode(self, prompt, **_) -> list[int]:
         return list(prompt)
 
-    def clamped(self, tokens: int, most: int) -> int:
+    def clamp_new_tokens(self, tokens: int, most: int) -> int:
         return most
 
     def generate_in_blocks(self, prompts, params):

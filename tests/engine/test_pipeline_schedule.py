@@ -28,7 +28,7 @@ def pipelines(draw):
     bounds = [0, *draw(st.lists(st.integers(1, 3), min_size=1, max_size=4).map(
         lambda counts: [sum(counts[: n + 1]) for n in range(len(counts))]))]
     return draw(st.integers(1, 4)), bounds, draw(st.integers(1, 6)), {
-        "overlap": draw(st.booleans()), "split_from": draw(st.none() | st.integers(0, 4)),
+        "overlap": draw(st.booleans()), "attend_early_from": draw(st.none() | st.integers(0, 4)),
         "sep_layer": draw(st.booleans()), "keep_cache": draw(st.booleans()),
         "groups": draw(st.integers(1, 6))}
 
@@ -127,7 +127,7 @@ def test_ranks_compute_everything_once_without_deadlock(pipeline, window):
 
 
 @given(pipelines())
-@example((1, [0, 1, 3], 3, {"overlap": True, "split_from": 0, "sep_layer": False,
+@example((1, [0, 1, 3], 3, {"overlap": True, "attend_early_from": 0, "sep_layer": False,
                             "keep_cache": False, "groups": 1}))
 def test_each_rank_loads_what_its_computes_need(pipeline):
     """One rank's steps in their order: buffers, weights and caches as on one rank alone."""

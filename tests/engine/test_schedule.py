@@ -18,7 +18,7 @@ class ScheduleCase:
     layers: int
     batches: int
     overlap: bool = True
-    split_from: int | None = None
+    attend_early_from: int | None = None
     sep: bool = False
     keeps: bool = False
     no_ops: frozenset[Kind] = frozenset()
@@ -26,7 +26,7 @@ class ScheduleCase:
 
     def __post_init__(self):
         self.steps = list(schedule(self.passes, self.layers, self.batches, overlap=self.overlap,
-                                   split_from=self.split_from, sep_layer=self.sep,
+                                   attend_early_from=self.attend_early_from, sep_layer=self.sep,
                                    keep_cache=self.keeps, no_ops=self.no_ops))
         self.place = {step: index for index, step in enumerate(self.steps)}
         self.computes = [step for step in self.steps if step.kind is Kind.COMPUTE]
@@ -43,8 +43,8 @@ class ScheduleCase:
 
 
 SIZES = dict(passes=st.integers(1, 4), layers=st.integers(1, 4), batches=st.integers(1, 4),
-             overlap=st.booleans(), split_from=st.none() | st.integers(0, 4), sep=st.booleans(),
-             keeps=st.booleans())
+             overlap=st.booleans(), attend_early_from=st.none() | st.integers(0, 4),
+             sep=st.booleans(), keeps=st.booleans())
 runs = st.builds(ScheduleCase, **SIZES)
 
 
@@ -61,10 +61,10 @@ def test_every_step_comes_once_and_computes_in_order(run):
     hidden = run.passes * (run.layer_steps - 1) * run.batches
     assert counts[Kind.LOAD_HIDDEN] == counts[Kind.STORE_HIDDEN] == hidden
     assert counts[Kind.LOAD_WEIGHTS] == counts[Kind.RELEASE_WEIGHTS] == run.passes * run.layer_steps
-    early = run.split_from is not None and run.overlap and run.batches > 1
+    early = run.attend_early_from is not None and run.overlap and run.batches > 1
     assert [step for step in run.steps if step.kind is Kind.ATTEND] == [
         run.attention(step) for step in run.computes
-        if early and step.forward_pass >= run.split_from and run.attends(step.layer)]
+        if early and step.forward_pass >= run.attend_early_from and run.attends(step.layer)]
 
 
 @given(no_ops=st.sets(st.sampled_from(sorted(MOVES, key=lambda kind: kind.value)), min_size=3)

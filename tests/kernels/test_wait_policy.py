@@ -36,7 +36,7 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch):
-    for name in wait_policy.SETTINGS:
+    for name in wait_policy.WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -85,7 +85,7 @@ def test_threads_sleep_on_request(machine, count):
             assert not is_asleep(policy)
 
 
-@pytest.mark.parametrize("name", wait_policy.SETTINGS)
+@pytest.mark.parametrize("name", wait_policy.WAIT_VARIABLES)
 def test_environment_variables_are_kept(machine, monkeypatch, name):
     monkeypatch.setenv(name, "ACTIVE")
     policy = OpenMPWaitPolicy()

@@ -44,11 +44,11 @@ class TokenizerOnly:
     def encode(self, prompt: str | Sequence[int], *, name: int | str, new_tokens: int,
                special: bool) -> list[int]:
         """Return the token ids of a prompt, as `LLM.encode` does."""
-        return self._prompts.fitting(prompt, name, new_tokens=new_tokens, special=special)
+        return self._prompts.encode_checked(prompt, name, new_tokens=new_tokens, special=special)
 
-    def clamped(self, tokens: int, max_new_tokens: int) -> int:
-        """Return how many new tokens fit after a prompt, as `LLM.clamped` does."""
-        return self._prompts.clamped(tokens, max_new_tokens)
+    def clamp_new_tokens(self, tokens: int, max_new_tokens: int) -> int:
+        """Return how many new tokens fit after a prompt, as `LLM.clamp_new_tokens` does."""
+        return self._prompts.clamp_new_tokens(tokens, max_new_tokens)
 
     @property
     def vocab_size(self) -> int:

@@ -217,7 +217,7 @@ class JobReplica(Replica):
         import pyarrow
 
         window = _Window(table, self._path)
-        results, errors, counts = _Collected(), _Collected(), _Counted()
+        results, errors, counts = _ResultList(), _ResultList(), _TokenCounter()
         Job(self.model, window, self._options, results=results, errors=errors, progress=counts,
             should_end=lambda: False).run(range(len(window.keys)))
         lines = errors.lines + results.lines
@@ -247,7 +247,7 @@ class _Window:
         return line
 
 
-class _Collected:
+class _ResultList:
     """A `ResultsFile` in memory."""
 
     def __init__(self) -> None:
@@ -258,7 +258,7 @@ class _Collected:
         self.lines += lines
 
 
-class _Counted:
+class _TokenCounter:
     """A `JobProgress` that sums the tokens of a window."""
 
     def __init__(self) -> None:

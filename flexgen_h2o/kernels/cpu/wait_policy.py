@@ -21,7 +21,7 @@ import torch
 
 from flexgen_h2o.kernels.cpu import library as cpu_library
 
-SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Environment variables that set the wait policy. If one is set, `OpenMPWaitPolicy` is a no-op."""
 
 WINDOW = 0.5
@@ -74,14 +74,15 @@ def busy_seconds(stat: Path = Path("/proc/stat")) -> float | None:
 class OpenMPWaitPolicy:
     """Lets idle OpenMP threads sleep during runs while other processes need the CPUs.
 
-    It is a no-op if the environment sets the wait policy (`SETTINGS`), without the C++ kernels,
-    with one thread, and where the system does not report CPU usage. Results do not depend on it.
+    It is a no-op if the environment sets the wait policy (`WAIT_VARIABLES`), without the C++
+    kernels, with one thread, and where the system does not report CPU usage. Results do not depend
+    on it.
     """
 
     def __init__(self) -> None:
         self._team: IdleTeam | None = None
         self._always_sleep = False
-        disabled = (any(name in os.environ for name in SETTINGS)
+        disabled = (any(name in os.environ for name in WAIT_VARIABLES)
                     or cpu_library.missing() is not None)
         self._last = None if disabled else self._usage()
 
