@@ -128,11 +128,15 @@ size, so memory is linear in the tokens."""
 SLOT_TILE = 64
 """Cache slots whose keys or values a thread dequantizes at once."""
 
+PART_SLOTS = 256
+"""Cache slots whose attention is summed before it is added to that of the slots before them."""
+
 MIN_TASKS = 64
 """Minimum number of tasks into which few heads are split, for any number of threads; each task has
 its own partial results."""
 
 KERNELS = ("EMPTY", "MATRIX_TILE", "MXFP4_GROUP", "MATMUL_ROWS", "MATMUL_OUTPUTS",
-           "MATMUL_DEPTH", "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "MIN_TASKS", "INDEX_TILE",
-           "MEAN_SHIFT", "EXPERT_ROUND", "TILED_ROWS", "TILED_OUTPUTS", "TILED_INPUTS")
+           "MATMUL_DEPTH", "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "PART_SLOTS", "MIN_TASKS",
+           "INDEX_TILE", "MEAN_SHIFT", "EXPERT_ROUND", "TILED_ROWS", "TILED_OUTPUTS",
+           "TILED_INPUTS")
 """Constants that the C++ kernels are compiled with."""

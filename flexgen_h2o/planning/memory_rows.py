@@ -23,6 +23,7 @@ from flexgen_h2o.config.limits import (
     MATMUL_DEPTH,
     MATMUL_ROWS,
     MIN_TASKS,
+    PART_SLOTS,
     QUERY_LANES,
     ROW_BLOCK,
     SHARD_BUFFERS,
@@ -124,8 +125,9 @@ def _attention_scratch(run: PlannedRun) -> int:
         prefill += tokens * token * (4 if run.evicts_chunks else 1)
     if model.latent is not None:  # logits of a block, masked, and as weights; keys in float32
         prefill += 4 * BLOCK_BYTES + tokens * token
+    # Weights of all slots, and an output of each part of them.
     max_slots = num_slots + SLOT_TILE
-    decode = 4 * tasks * (max_slots + 2 * model.head_dim)
+    decode = 4 * tasks * (max_slots + (2 + max_slots // PART_SLOTS) * model.head_dim)
     if cache.recalls and run.has_gpu:  # logits of the query heads, their weights, selected keys
         numbers = 4 * (model.num_heads + 2 * model.num_kv_heads)
         decode += load.gpu_batch_size * num_slots * numbers

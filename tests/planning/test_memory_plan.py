@@ -443,7 +443,7 @@ def test_workspace_holds_what_goes_on_in_the_next_block():
     load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=32, num_gpu_batches=2)
     found = [rows(memory_plan(LLAMA_8B, replace(make_policy(*ALL_GPU), refill_share=share), load,
                               itemsize=2, has_gpu=True))["workspace"][0] for share in (0.001, 1)]
-    attention = 4 * (64 + 32 * 32) * (4000 + 64 + 2 * 128)
+    attention = 4 * (64 + 32 * 32) * (4000 + 64 + (2 + 15) * 128)
     assert found[0] - found[1] == 63 * 4000 * 2 * 8 * 128 * 2 - attention
 
 
@@ -452,7 +452,7 @@ def test_workspace_of_decoding_is_the_weights_of_all_heads(bits):
     load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=64, num_gpu_batches=1)
     run = planned_run.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, True, False,
                                CacheOptions(bits=bits))
-    assert own_attention(run) == 4 * (64 + 64 * 32) * (4000 + 64 + 2 * 128)
+    assert own_attention(run) == 4 * (64 + 64 * 32) * (4000 + 64 + (2 + 15) * 128)
 
 
 sizes_of_h2o = st.one_of(

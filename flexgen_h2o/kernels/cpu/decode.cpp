@@ -1,9 +1,10 @@
 // decode_attention: attention of one new token over the slots of a cache, score update, choice of the
 // evicted slot and the write into it.
 //
-// A task is a part of the slots of one KV head of one sequence. All query heads of the group share one
-// read of the keys and values. The number of parts depends only on shapes, so results do not depend on
-// the number of threads.
+// The slots of a KV head of a sequence are attended to in parts of PART_SLOTS, whose results are combined
+// in order. So results depend neither on the number of threads nor on the other sequences. A task is a
+// head, or one of its parts if there are few heads. All query heads of the group share one read of the
+// keys and values.
 #include <math.h>
 
 #include "decode_tiles.h"
@@ -13,18 +14,20 @@
 namespace ISA {
 namespace {
 
-constexpr int PART_SLOTS = 256;  // minimum slots of a part
-constexpr int TURNS = 16;        // chunks of tasks per thread, if there are enough
+static_assert(PART_SLOTS % SLOT_TILE == 0, "whole tiles");
+constexpr int TURNS = 16;  // chunks of tasks per thread, if there are enough
 
 int64_t padded(int64_t x) { return (x + WIDTH - 1) / WIDTH * WIDTH; }
 
 struct Head {
     const DecodeAttention& a;
-    int64_t sequence, kv_head, group, width, cached;
+    int64_t index, sequence, kv_head, group, width, cached;
 
     Head(const DecodeAttention& a, int64_t index)
-        : a(a), sequence(index / a.kv_heads), kv_head(index % a.kv_heads),
+        : a(a), index(index), sequence(index / a.kv_heads), kv_head(index % a.kv_heads),
           group(a.heads / a.kv_heads), width(padded(a.head_dim)), cached(a.metadata[sequence]) {}
+
+    int64_t parts() const { return (cached + PART_SLOTS - 1) / PART_SLOTS; }
 
     // Return the offset of the logits of query `g`.
     float offset(int64_t g) const {
@@ -128,22 +131,21 @@ struct Partial {
     float* out;  // [width], weighted sum of the values
 };
 
-// Scratch memory of one call.
+// Scratch memory of one call. A place in it is for one head at a time: each thread has one, or each head
+// if its parts are tasks.
 struct Space {
-    int64_t parts, stride, size;  // stride of logits per query; floats of a Partial
+    int64_t parts, stride, size;  // most parts of a head; stride of logits per query; floats of a Partial
     Memory<float> scratch, logits, partials;
 };
 
-Partial partial(const Head& h, const Space& space, int64_t index, int64_t part, int64_t g) {
-    float* at = space.partials.get() + ((index * space.parts + part) * h.group + g) * space.size;
+Partial partial(const Head& h, const Space& space, int64_t place, int64_t part, int64_t g) {
+    float* at = space.partials.get() + ((place * space.parts + part) * h.group + g) * space.size;
     return {at[0], at[1], at + 2};
 }
 
-void span(const Head& h, const Space& space, int64_t part, int64_t& begin, int64_t& end) {
-    const int64_t tiles = (h.cached + SLOT_TILE - 1) / SLOT_TILE;
-    begin = tiles * part / space.parts * SLOT_TILE;
-    end = tiles * (part + 1) / space.parts * SLOT_TILE;
-    if (end > h.cached) end = h.cached;
+void span(const Head& h, int64_t part, int64_t& begin, int64_t& end) {
+    begin = part * PART_SLOTS;
+    end = begin + PART_SLOTS < h.cached ? begin + PART_SLOTS : h.cached;
 }
 
 // Finish the logits of slots `begin` to `end` for query `g`: add the offset, apply the soft cap, and
@@ -208,12 +210,12 @@ void multiply_values(const Head& h, const Rows& rows, const Queries& weights, in
 }
 
 template <class T>
-void attend_part(const Head& h, const Space& space, int64_t index, int64_t part, float* scratch,
+void attend_part(const Head& h, const Space& space, int64_t place, int64_t part, float* scratch,
                  float* logits) {
     float* q = scratch;
     float* space_of_tile = scratch + h.group * h.width;
     int64_t begin, end;
-    span(h, space, part, begin, end);
+    span(h, part, begin, end);
     queries<T>(h, q);
     const bool tiled = with_tiles(h, 0, space_of_tile, [&](const auto& head_tiles) {
         const auto* raw = static_cast<const bf16*>(h.a.q) + h.sequence * h.a.q_row +
@@ -226,8 +228,8 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
             multiply_keys(h, rows, {q, h.width, logits, space.stride}, begin, end);
         });
     for (int64_t g = 0; g < h.group; g++)
-        weigh(h, g, logits + g * space.stride, begin, end, partial(h, space, index, part, g).out - 2);
-    float* out = partial(h, space, index, part, 0).out;
+        weigh(h, g, logits + g * space.stride, begin, end, partial(h, space, place, part, g).out - 2);
+    float* out = partial(h, space, place, part, 0).out;
     const auto add_values = [&](const auto& head_tiles) {
         head_tiles.values(logits, space.stride, begin, end, out, space.size);
     };
@@ -306,7 +308,7 @@ INLINE void add_received(float* scores, const float* weights, int64_t begin, int
 
 // Combine the partial attentions of a query with the new token to an output [width]. Update the scores
 // of the slots. Return the attention weight of the new token.
-float combine(const Head& h, const Space& space, int64_t index, int64_t g, const float* q,
+float combine(const Head& h, const Space& space, int64_t place, int64_t g, const float* q,
               const float* key, const float* value, const float* logits, float* out) {
     const DecodeAttention& a = h.a;
     Floats products{};
@@ -319,24 +321,23 @@ float combine(const Head& h, const Space& space, int64_t index, int64_t g, const
     }
     const float sink = a.form.sinks ? a.form.sinks[h.kv_head * h.group + g] : MASKED;
     float top = fmaxf(logit, sink);
-    for (int64_t p = 0; p < space.parts; p++)
-        top = fmaxf(top, partial(h, space, index, p, g).top);
+    for (int64_t p = 0; p < h.parts(); p++) top = fmaxf(top, partial(h, space, place, p, g).top);
     const float new_weight = expf(logit - top);
     float total = new_weight;
     if (a.form.sinks) total += expf(sink - top);
-    for (int64_t p = 0; p < space.parts; p++) {
-        const Partial part = partial(h, space, index, p, g);
+    for (int64_t p = 0; p < h.parts(); p++) {
+        const Partial part = partial(h, space, place, p, g);
         total += part.total * expf(part.top - top);
     }
     for (int64_t i = 0; i < h.width; i += WIDTH) store(out + i, load(value + i) * new_weight);
-    for (int64_t p = 0; p < space.parts; p++) {
-        const Partial part = partial(h, space, index, p, g);
+    for (int64_t p = 0; p < h.parts(); p++) {
+        const Partial part = partial(h, space, place, p, g);
         const float factor = expf(part.top - top);
         for (int64_t i = 0; i < h.width; i += WIDTH)
             store(out + i, load(out + i) + load(part.out + i) * factor);
         if (!a.scores) continue;
         int64_t begin, end;
-        span(h, space, p, begin, end);
+        span(h, p, begin, end);
         add_received(a.scores + h.first(), logits + g * space.stride, begin, end,
                      g == 0 ? static_cast<float>(a.decay) : 1.0f, factor / total);
     }
@@ -345,7 +346,7 @@ float combine(const Head& h, const Space& space, int64_t index, int64_t g, const
 }
 
 template <class T>
-void finish(const Head& h, const Space& space, int64_t index, float* scratch,
+void finish(const Head& h, const Space& space, int64_t place, float* scratch,
             const float* logits) {
     const DecodeAttention& a = h.a;
     float *q = scratch, *key = scratch + h.group * h.width, *value = key + h.width;
@@ -357,7 +358,7 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
     unpack(h, new_value, value, false);
     float new_received = 0;
     for (int64_t g = 0; g < h.group; g++) {
-        new_received += combine(h, space, index, g, q, key, value, logits, sums);
+        new_received += combine(h, space, place, g, q, key, value, logits, sums);
         T* out = static_cast<T*>(a.out) +
                  (h.sequence * a.heads + h.kv_head * h.group + g) * a.head_dim;
         from_floats(sums, a.head_dim, out);
@@ -375,7 +376,7 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
     write_slot(a, a.key_layout, slot_start(a, 0, h.sequence, h.kv_head, slot),
                a.factor ? smoothed : new_key, quantized);
     write_slot(a, a.value_layout, slot_start(a, 1, h.sequence, h.kv_head, slot), new_value, quantized);
-    a.written_slots[index] = slot;
+    a.written_slots[h.index] = slot;
 }
 
 // Return whether all slots and positions of the call are in range.
@@ -402,38 +403,35 @@ int decode(const DecodeAttention& a) {
     const int64_t heads = a.sequences * a.kv_heads, group = a.heads / a.kv_heads;
     const int64_t width = padded(a.head_dim), slots = padded(a.num_slots) + SLOT_TILE;
     Space space;
-    space.parts = (MIN_TASKS + heads - 1) / (heads ? heads : 1);
-    const int64_t max_parts = (a.num_slots + PART_SLOTS - 1) / PART_SLOTS;
-    if (space.parts > max_parts) space.parts = max_parts ? max_parts : 1;
+    space.parts = (a.num_slots + PART_SLOTS - 1) / PART_SLOTS;
     space.stride = slots;
     space.size = width + WIDTH;
-    const bool split = space.parts > 1;
+    const bool split = heads < MIN_TASKS && space.parts > 1;
+    const int64_t places = split ? heads : a.threads;
     int64_t scratch_size = (SLOT_TILE + 3) * width;
     if (scratch_size < TILED_KV_SCRATCH) scratch_size = TILED_KV_SCRATCH;
     scratch_size += group * width;
     space.scratch = memory<float>(a.threads * scratch_size);
-    space.logits = memory<float>((split ? heads : a.threads) * group * slots);
-    space.partials = memory<float>(heads * space.parts * group * space.size);
+    space.logits = memory<float>(places * group * slots);
+    space.partials = memory<float>(places * space.parts * group * space.size);
     if (!space.scratch || !space.logits || !space.partials) return NO_MEMORY;
-    const auto logits = [&](int64_t index, int thread) {
-        return space.logits.get() + (split ? index : thread) * group * slots;
-    };
+    const auto scratch = [&] { return space.scratch.get() + thread_number() * scratch_size; };
+    const auto logits = [&](int64_t place) { return space.logits.get() + place * group * slots; };
     // Consecutive tasks run on one thread, so that it soon reads the data that it prefetches.
-    const int64_t tasks = heads * space.parts, turn = tasks / (TURNS * a.threads);
+    const int64_t tasks = split ? heads * space.parts : heads, turn = tasks / (TURNS * a.threads);
 #pragma omp parallel for schedule(dynamic, turn > 0 ? turn : 1) num_threads(a.threads)
     for (int64_t task = 0; task < tasks; task++) {
-        const int64_t index = task / space.parts;
-        const int thread = thread_number();
-        const Head head(a, index);
-        float* scratch = space.scratch.get() + thread * scratch_size;
-        attend_part<T>(head, space, index, task % space.parts, scratch, logits(index, thread));
-        if (!split) finish<T>(head, space, index, scratch, logits(index, thread));
+        const Head head(a, split ? task / space.parts : task);
+        const int64_t place = split ? head.index : thread_number();
+        const int64_t first = split ? task % space.parts : 0, last = split ? first : space.parts - 1;
+        for (int64_t part = first; part <= last && part < head.parts(); part++)
+            attend_part<T>(head, space, place, part, scratch(), logits(place));
+        if (!split) finish<T>(head, space, place, scratch(), logits(place));
     }
     if (!split) return DONE;
 #pragma omp parallel for schedule(dynamic) num_threads(a.threads)
     for (int64_t index = 0; index < heads; index++)
-        finish<T>(Head(a, index), space, index,
-                  space.scratch.get() + thread_number() * scratch_size, logits(index, 0));
+        finish<T>(Head(a, index), space, index, scratch(), logits(index));
     return DONE;
 }
 

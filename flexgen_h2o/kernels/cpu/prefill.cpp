@@ -6,9 +6,9 @@
 // AVX512_BF16, bfloat16 inputs are multiplied in pairs. Everything else is float32. With AMX, bfloat16
 // uses prefill_tiles.h.
 //
-// A task is a share of the blocks of one KV head of one sequence. Shares depend only on shapes, so
-// results do not depend on the number of threads. With few threads, a task has several shares of a
-// head.
+// A task is a share of the blocks of one KV head of one sequence. Shares and blocks depend only on the
+// shape of the sequence, so results depend neither on the number of threads nor on the other sequences.
+// With few threads, a task has several shares of a head.
 #include "lanes.h"
 #include "memory.h"
 #include "prefill_tiles.h"
@@ -178,9 +178,16 @@ struct Block : Lanes {
     }
 };
 
+// Return the blocks of each KV head of a sequence.
+template <class Block>
+int64_t blocks_of(const PrefillAttention& a, const Sequence& sequence) {
+    const int64_t lanes = Block::most_lanes(a.head_dim, sequence.tokens);
+    return (sequence.rows * (a.heads / a.kv_heads) + lanes - 1) / lanes;
+}
+
 struct Work {
     Memory<Sequence> sequences;
-    int64_t longest = 0, key_rows = 0, lanes = 0;  // maximum lanes of a block
+    int64_t longest = 0, key_rows = 0;
     // Split of each head's blocks: shares, each with its own attention scores, and tasks.
     int64_t shares = 1, tasks = 1;
 
@@ -188,19 +195,18 @@ struct Work {
     bool make(const PrefillAttention& a) {
         sequences = memory<Sequence>(a.sequences);
         if (!sequences) return false;
-        int64_t row = 0, rows = 0;
+        int64_t row = 0, most_blocks = 1;
         for (int64_t s = 0; s < a.sequences; s++) {
             sequences[s] = {row, key_rows, a.lengths[s], a.key_lengths[s]};
             row += a.lengths[s];
             key_rows += a.key_lengths[s];
             if (a.key_lengths[s] > longest) longest = a.key_lengths[s];
-            if (a.lengths[s] > rows) rows = a.lengths[s];
+            const int64_t blocks = blocks_of<Block>(a, sequences[s]);
+            if (blocks > most_blocks) most_blocks = blocks;
         }
-        lanes = Block::most_lanes(a.head_dim, longest);
-        const int64_t blocks = (rows * (a.heads / a.kv_heads) + lanes - 1) / lanes;
+        shares = (MIN_TASKS + a.kv_heads - 1) / a.kv_heads;
+        if (shares > most_blocks) shares = most_blocks;  // a share of no blocks changes no sum
         const int64_t heads = a.sequences * a.kv_heads;
-        shares = heads ? (MIN_TASKS + heads - 1) / heads : 1;
-        if (shares > blocks) shares = blocks > 0 ? blocks : 1;
         tasks = shares;
         for (int64_t few = shares - 1; few > 0; few--)
             if (even(heads * few, a.threads)) tasks = few;
@@ -224,10 +230,11 @@ void attend(const PrefillAttention& a, const Work& work, const Sequence& sequenc
                     static_cast<size_t>(sequence.tokens) * sizeof *scores);
     space.start();
     const int64_t lanes = sequence.rows * (a.heads / a.kv_heads);
-    const int64_t blocks = (lanes + work.lanes - 1) / work.lanes;
+    const int64_t most = Block::most_lanes(a.head_dim, sequence.tokens);
+    const int64_t blocks = blocks_of<Block>(a, sequence);
     const auto block = [&](int64_t head, int64_t b) {
-        const int64_t left = lanes - b * work.lanes;
-        return Lanes{a, sequence, head, b * work.lanes, left < work.lanes ? left : work.lanes};
+        const int64_t left = lanes - b * most;
+        return Lanes{a, sequence, head, b * most, left < most ? left : most};
     };
     for (int64_t b = task, next; b < blocks; b = next) {
         next = b + 1;
@@ -272,7 +279,8 @@ int prefill(const PrefillAttention& a) {
 #pragma omp parallel num_threads(a.threads)
     {
         typename Block::Space space;
-        const bool ready = space.make(a.head_dim, work.longest, work.lanes);
+        const bool ready =
+            space.make(a.head_dim, work.longest, Block::most_lanes(a.head_dim, work.longest));
         if (!ready) {
 #pragma omp atomic write
             short_of_memory = true;
