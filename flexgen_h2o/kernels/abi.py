@@ -93,10 +93,11 @@ STRUCTS = MappingProxyType({
     "Linear": """const void*: x weight bias; void*: out; const Linear*: next;
         int64_t: dtype rows inputs outputs x_row weight_row out_row add threads""",
     # reference.matrix.linear_quantized: x [rows, inputs], bias [outputs] or null, out [rows,
-    # outputs]; next: another matmul of the same x, with a matrix of equal bits, group and inputs.
+    # outputs]; next: another matmul of the same x, with a matrix of equal bits, group and inputs;
+    # invariant: the order of a row's sums must not depend on the number of rows.
     "QuantizedLinear": """const void*: x bias; void*: out; Matrix: matrix;
         const QuantizedLinear*: next;
-        int64_t: dtype rows x_row out_row add threads""",
+        int64_t: dtype rows x_row out_row add invariant threads""",
     # reference.matrix.unpack_rows: rows [count], out [count, inputs].
     "UnpackRows": "const int64_t*: rows; void*: out; Matrix: matrix; int64_t: dtype count threads",
     # reference.matrix.quantize_matrix: weight [outputs, inputs], importance [inputs] or null.

@@ -3,7 +3,8 @@
 Nothing else depends on a CPU's instruction set, except cache hints (cpu/prefetch.h), which affect
 no result. ``FLEXGEN_H2O_ISA`` in the environment selects the rules and the C++ kernels of another
 instruction set, for tests. An autotune table, if calibration has timed the implementations on this
-machine, overrides the table of CPUs.
+machine, overrides the table of CPUs. Within `batch_invariant`, neither of them counts: there is one
+implementation whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -139,6 +140,38 @@ def use_autotune_table(table: AutotuneTable | None) -> Iterator[None]:
         _autotune_table.reset(token)
 
 
+_batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
+
+
+@contextmanager
+def batch_invariant(enabled: bool = True) -> Iterator[None]:
+    """Compute each row on a CPU in the same way whatever the other rows, within the context."""
+    token = _batch_invariant.set(enabled)
+    try:
+        yield
+    finally:
+        _batch_invariant.reset(token)
+
+
+def is_batch_invariant() -> bool:
+    """Return True within `batch_invariant`."""
+    return _batch_invariant.get()
+
+
+def _invariant_choice(operation: str, dtype: torch.dtype) -> str:
+    """Return the implementation of an operation within `batch_invariant`, for any dtype and rows.
+
+    The order of a row's sums does not depend on the number of rows.
+    """
+    if operation != "linear":
+        return IMPLEMENTATIONS[operation][0]
+    if dtype == torch.bfloat16 and cpu_library.has_tiles():
+        return "tiled"
+    # Where the CPU multiplies bfloat16 itself, "skinny" does too.
+    multiplies = dtype == torch.bfloat16 and cpu_library.instruction_set() == "avx512bf16"
+    return "skinny" if multiplies else "float32"
+
+
 def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
     """Return the `IMPLEMENTATIONS` of an operation that support this machine, rows and dtype.
 
@@ -176,6 +209,8 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
     bits : int
         Bit width of the weights: 16, 12, 8 or 4.
     """
+    if is_batch_invariant():
+        return _invariant_choice(operation, dtype)
     possible = available(operation, rows, dtype)
     if len(possible) == 1:
         return possible[0]

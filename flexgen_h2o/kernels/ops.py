@@ -378,7 +378,8 @@ def linear_choice(x: Tensor, weight: Tensor) -> str:
 
     It is the one that `dispatch` prefers: "pytorch", or the function ``linear_<name>`` of `native`.
     """
-    if (x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype or not x.is_cpu
+    dtypes = (torch.bfloat16, torch.float16) + dispatch.is_batch_invariant() * (torch.float32,)
+    if (x.dtype not in dtypes or weight.dtype != x.dtype or not x.is_cpu
             or not x.stride(1) == weight.stride(1) == 1 or uses_reference("cpu")):
         return "pytorch"
     return dispatch.choice("linear", len(x), x.dtype)
@@ -445,8 +446,9 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     `quantized_choice` selects the implementation on a CPU:
 
     - "codes" reads only the quantized bytes. No bit depends on the number of threads, and a row
-      depends on the other rows only in the order of its sums. With AMX, more than 64 rows of
-      bfloat16 are multiplied by weights that are rounded to bfloat16.
+      depends on the other rows only in the order of its sums, and within
+      `dispatch.batch_invariant` not at all. With AMX, more than 64 rows of bfloat16 are otherwise
+      multiplied by weights that are rounded to bfloat16.
     - "unpacked" (bfloat16, where it was measured to be faster) rounds all weights to bfloat16 and
       uses PyTorch's matmul, which guarantees neither.
     """

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.config.layers import RouterConfig
-from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.cpu import experts as native_experts
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
@@ -85,8 +85,8 @@ class Operations(Scratch):
         return rms_norm(x, weight, eps=eps, out=out, offset=offset)
 
     def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
-        """Compute ``x += scale * y``."""
-        x.add_(y, alpha=scale)
+        """Compute ``x += scale * y``, with the product rounded as in transformers."""
+        x.add_(y if scale == 1.0 else y * scale)
 
     def clamp_(self, x: Tensor, limit: float) -> None:
         """Clamp x to [-limit, limit]."""
@@ -198,7 +198,7 @@ class CapturingOperations(Operations):
         return out
 
     def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
-        self._capture.append(partial(x.add_, y, alpha=scale))
+        self._capture.append(partial(super().add_, x, y, scale))
 
     def clamp_(self, x: Tensor, limit: float) -> None:
         self._capture.append(partial(x.clamp_, -limit, limit))
@@ -311,12 +311,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float, out: Tensor | None
 
 
 def _uses_native_norm(x: Tensor) -> bool:
-    """Return True if the norm of the C++ library is faster.
+    """Return True if the norm of the C++ library is faster, or wanted for batch invariance.
 
     PyTorch's RMS norm is several operations. Its layer norm of 2,048 rows takes 1.6 times as long
     on a Xeon with AVX-512.
     """
-    return x.dtype == torch.bfloat16 and ops.uses_native(x)
+    return (x.dtype == torch.bfloat16 or dispatch.is_batch_invariant()) and ops.uses_native(x)
 
 
 def _native_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor | None, *,
@@ -366,8 +366,9 @@ def activate_(x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
     """
     name = activation(name)
     # PyTorch's erf is faster. On a Xeon PyTorch takes 2.4 times as long for relu and gelu_tanh,
-    # and 1.3 times for silu with a factor.
-    if name != "gelu" and x.dtype == torch.bfloat16 and ops.uses_native(x):
+    # and 1.3 times for silu with a factor. But its vectors end elsewhere with other rows.
+    is_faster = name != "gelu" and x.dtype == torch.bfloat16
+    if (is_faster or dispatch.is_batch_invariant()) and ops.uses_native(x):
         native.activate(x, name, factor)
         return x
     ACTIVATE[name](x)

@@ -46,9 +46,9 @@ int matmul(int isa, const Term& a, const Term* also, const bf16* x, int64_t rows
         return h2o_linear_skinny(isa, &all);
     }
     const QuantizedLinear second{x, b.bias, b.out, b.matrix, nullptr, BFLOAT16, rows, m.inputs, n, 0,
-                                 threads};
+                                 0, threads};
     const QuantizedLinear all{x, a.bias, a.out, m, also ? &second : nullptr, BFLOAT16, rows,
-                              m.inputs, n, 0, threads};
+                              m.inputs, n, 0, 0, threads};
     return h2o_linear_quantized(isa, &all);
 }
 

@@ -1,4 +1,5 @@
-// linear_float32: matmuls of 16-bit weights by many rows, in float32.
+// linear_float32: matmuls of weights in float32 or 16 bits by any number of rows, in float32. The order
+// of a row's sums depends on nothing but the number of inputs.
 #include "float_tiles.h"
 #include "prefetch.h"
 
@@ -27,18 +28,24 @@ struct PlainWeights {
         for (int64_t o = 0; o < part.outputs; o += WIDTH) {
             float* target = to + o / BLOCK_OUTPUTS * DEPTH * BLOCK_OUTPUTS + o % BLOCK_OUTPUTS;
             const int64_t left = part.outputs - o, count = left < WIDTH ? left : WIDTH;
+            constexpr int64_t STEP = WIDTH * sizeof(float) / sizeof(T);
             int64_t k = 0;
-            for (; k + 2 * WIDTH <= part.inputs; k += 2 * WIDTH) {
-                Floats pairs[WIDTH];  // pairs of weights; each line is read once
+            for (; k + STEP <= part.inputs; k += STEP) {
+                Floats square[WIDTH];  // weights, or pairs of 16 bits; each line is read once
                 for (int64_t i = 0; i < WIDTH; i++)
-                    pairs[i] = load_raw<Floats>(
+                    square[i] = load_raw<Floats>(
                         at(part.output + o + (i < count ? i : 0), part.input + k));
-                transpose(pairs);
+                transpose(square);
 #pragma GCC unroll 16
                 for (int64_t i = 0; i < WIDTH; i++) {
-                    const Words words = bits_of<Words>(pairs[i]);
-                    store(target + (k + 2 * i) * BLOCK_OUTPUTS, first_of(words, T{}));
-                    store(target + (k + 2 * i + 1) * BLOCK_OUTPUTS, second_of(words, T{}));
+                    float* const column = target + (k + i * STEP / WIDTH) * BLOCK_OUTPUTS;
+                    if constexpr (sizeof(T) == sizeof(float)) {
+                        store(column, square[i]);
+                    } else {
+                        const Words words = bits_of<Words>(square[i]);
+                        store(column, first_of(words, T{}));
+                        store(column + BLOCK_OUTPUTS, second_of(words, T{}));
+                    }
                 }
             }
             for (; k < part.inputs; k++)
@@ -69,6 +76,7 @@ int linear_float32(const Linear& a) {
     switch (a.dtype) {
         case BFLOAT16: return float_product<bf16, PlainWeights<bf16>>(a, a.inputs);
         case FLOAT16: return float_product<fp16, PlainWeights<fp16>>(a, a.inputs);
+        case FLOAT32: return float_product<float, PlainWeights<float>>(a, a.inputs);
         default: return INVALID;
     }
 }

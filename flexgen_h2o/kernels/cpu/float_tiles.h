@@ -23,6 +23,8 @@ constexpr int64_t TILE_HEIGHT = 4;
 constexpr int64_t BLOCK_OUTPUTS = 2 * WIDTH;  // of a register block, contiguous for each input
 constexpr int64_t DEPTH = MATMUL_DEPTH;
 constexpr int64_t PANEL_OUTPUTS = 4 * MATMUL_OUTPUTS;  // maximum of an L2 panel, converted together
+// Up to this many rows use a panel so rarely that it should fit in the L1 cache.
+constexpr int64_t FEW_ROWS = 2 * TILE_HEIGHT;
 constexpr int64_t MIN_PANEL = BLOCK_OUTPUTS > MATRIX_TILE ? BLOCK_OUTPUTS : MATRIX_TILE;
 static_assert(PANEL_OUTPUTS % MIN_PANEL == 0 && MIN_PANEL % BLOCK_OUTPUTS == 0 && DEPTH % WIDTH == 0,
               "whole register blocks and vectors");
@@ -131,7 +133,8 @@ int float_product(const A& a, int64_t inputs) {
                            x.get());
             for (const A* matmul = &a; matmul; matmul = matmul->next) {
                 const Weights weights(*matmul);
-                int64_t width = PANEL_OUTPUTS;  // smaller if there are too few panels for the threads
+                int64_t width = rows > FEW_ROWS ? PANEL_OUTPUTS : 2 * MIN_PANEL;
+                // Smaller if there are too few panels for the threads.
                 while (width > MIN_PANEL && weights.outputs() < 4 * width * a.threads) width /= 2;
                 const int64_t panels = (weights.outputs() + width - 1) / width;
 #pragma omp for schedule(static) nowait

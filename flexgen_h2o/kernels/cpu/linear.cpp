@@ -3,7 +3,8 @@
 // Vectors run along the inputs, so weights and x are used in their memory layout. A register block has
 // OUTPUTS rows of weights and up to QUADS rows of x. The first pass over a block of outputs reads it
 // from memory. Passes for more rows read it from the cache, part by part. All passes prefetch the next
-// block. With AMX, more rows use tiles: see linear_tiles.h, which also defines linear_tiled.
+// block. With AMX, more rows use tiles: see linear_tiles.h, which also defines linear_tiled. A row's sums
+// have one order for all numbers of rows that use vectors, and one for all that use tiles.
 #include "count.h"
 #include "kernels.h"
 #include "linear_tiles.h"
@@ -174,7 +175,7 @@ int linear_tiled(const Linear& a) {
 #if defined(TILES)
     for (const Linear* matmul = a.next; matmul; matmul = matmul->next)
         if (matmul->rows != a.rows || matmul->inputs != a.inputs) return INVALID;
-    return tile_matmul<PlainPanels>(a, a.inputs, 1);
+    return a.rows > SKINNY_ROWS ? tile_matmul<PlainPanels>(a, a.inputs, 1) : tiled_linear(a);
 #else
     (void)a;
     return INVALID;

@@ -23,7 +23,7 @@ from flexgen_h2o.config.layers import RecurrentConfig
 from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.config.weight_layout import GGMLType
 from flexgen_h2o.h2o.key_smoothing import BasisChange
-from flexgen_h2o.kernels import abi
+from flexgen_h2o.kernels import abi, dispatch
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
     DTYPES,
@@ -42,6 +42,9 @@ from flexgen_h2o.kernels.arguments import (
 )
 from flexgen_h2o.kernels.cpu.library import STRUCTS, CapturedCalls, call, has_tiles
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
+
+GROUP_SCALED_ROWS = 64
+"""Rows of a batch-invariant quantized matmul that are multiplied together with tiles."""
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -232,11 +235,15 @@ def _groups(name: str, x: Tensor, packed: Tensor, layout: GroupLayout) -> None:
 
 def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
                   add: bool = False, *, capture: CapturedCalls | None = None) -> None:
-    """Run `reference.attention.linear_skinny` for few rows of bfloat16."""
+    """Run `reference.attention.linear_skinny` for rows of bfloat16, of which it is for few.
+
+    It reads the weight once for each `SKINNY_ROWS` rows.
+    """
     name = "linear_skinny"
-    check(x.dtype == torch.bfloat16 and len(x) <= SKINNY_ROWS, name,
-         f"takes up to {SKINNY_ROWS} rows of bfloat16, got {x.dtype} {list(x.shape)}")
-    _linear(name, x, weight, bias, out, add, capture)
+    check(x.dtype == torch.bfloat16 and len(x) == len(out), name,
+          f"takes equal rows of bfloat16, got {x.dtype} {list(x.shape)} and {list(out.shape)}")
+    for rows, part in zip(x.split(SKINNY_ROWS), out.split(SKINNY_ROWS), strict=True):
+        _linear(name, rows, weight, bias, part, add, capture)
 
 
 def linear_tiled(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
@@ -257,12 +264,9 @@ def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
     """Run `reference.attention.linear_skinny` for any rows, with float32 arithmetic.
 
     Weights are converted to float32 in blocks that stay in cache. No bit depends on the number of
-    threads.
+    threads, or of rows.
     """
-    name = "linear_float32"
-    check(x.dtype in (torch.bfloat16, torch.float16), name,
-         f"takes bfloat16 or float16, got {x.dtype}")
-    _linear(name, x, weight, bias, out, add, capture)
+    _linear("linear_float32", x, weight, bias, out, add, capture)
 
 
 def _linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool,
@@ -346,17 +350,21 @@ def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Te
 
 def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor,
                      add: bool = False, *, capture: CapturedCalls | None = None) -> None:
-    """Run `reference.matrix.linear_quantized`."""
+    """Run `reference.matrix.linear_quantized`; see `dispatch.batch_invariant`."""
     name, (outputs, inputs) = "linear_quantized", matrix.shape
     dtype = check_linear(name, x, outputs, bias, out)
     check(x.shape[1] == inputs, name, f"{x.shape[1]} inputs for a matrix of {inputs}")
     struct = matrix_struct(name, matrix)
     if capture is not None:
         check_last_dim_contiguous(name, x=x)
-    x = unit_stride(x)
-    call(name, "QuantizedLinear", capture=capture, tensors=(x, matrix.data, bias, out),
-         x=x.data_ptr(), bias=address(bias), out=out.data_ptr(), matrix=struct,
-         dtype=DTYPES[dtype], rows=len(x), x_row=x.stride(0), out_row=out.stride(0), add=add)
+    x, invariant = unit_stride(x), dispatch.is_batch_invariant()
+    # The one kernel with tiles for any number of rows keeps sums of all of them in the L2 cache.
+    most = GROUP_SCALED_ROWS if invariant and has_tiles() else max(1, len(x))
+    for rows, part in zip(x.split(most), out.split(most), strict=True):
+        call(name, "QuantizedLinear", capture=capture, tensors=(x, matrix.data, bias, out),
+             x=rows.data_ptr(), bias=address(bias), out=part.data_ptr(), matrix=struct,
+             dtype=DTYPES[dtype], rows=len(rows), x_row=x.stride(0), out_row=out.stride(0),
+             add=add, invariant=invariant)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, *, eps: float,

@@ -71,9 +71,9 @@ constexpr int64_t max_group_scaled_rows() {
 
 template <class C>
 int tiled_matmul(const QuantizedLinear& a) {
-    return a.rows <= max_group_scaled_rows<C>() ? group_scaled_matmul<C>(a)
-                                     : tile_matmul<QuantizedPanels<C>>(a, a.matrix.inputs,
-                                                                       Blocks(a.matrix).group);
+    return a.invariant || a.rows <= max_group_scaled_rows<C>()
+               ? group_scaled_matmul<C>(a)
+               : tile_matmul<QuantizedPanels<C>>(a, a.matrix.inputs, Blocks(a.matrix).group);
 }
 
 }  // namespace ISA

@@ -12,9 +12,8 @@
 namespace ISA {
 namespace {
 
-constexpr int VECTORS = 2;  // vectors of outputs in the register block
 constexpr int64_t FLOAT_MATMUL_ROWS = 64;  // minimum rows for dequantized float matmuls
-static_assert(COLUMNS == 2 * MATRIX_TILE && COLUMNS % (VECTORS * WIDTH) == 0, "two tiles");
+static_assert(COLUMNS == 2 * MATRIX_TILE && COLUMNS % (2 * WIDTH) == 0, "two tiles");
 
 // A group of two tiles. An odd last tile is paired with itself.
 template <class C>
@@ -68,20 +67,27 @@ constexpr int64_t max_register_rows() {
     return shifted<C>() ? 8 * ROWS : 2 * ROWS;
 }
 
-// Return the number of accumulator chains that hide the add latency for R rows.
-constexpr int chains(int rows, int steps) {
-    const int count = rows * VECTORS >= 8 ? 1 : rows * VECTORS >= 4 ? 2 : 4;
+// Return the vectors of outputs in the register block for R rows. With one chain of sums, more vectors
+// hide the add latency.
+constexpr int vectors(int rows, bool invariant) {
+    return invariant && rows <= 2 && COLUMNS % (4 * WIDTH) == 0 ? 4 : 2;
+}
+
+// Return the number of accumulator chains that hide the add latency for R rows. Their sums are added at
+// the end, so that the order of a row's sums depends on the number of rows unless `invariant` is set.
+constexpr int chains(int rows, int steps, bool invariant) {
+    const int count = invariant || rows >= 4 ? 1 : rows >= 2 ? 2 : 4;
     return count < steps ? count : steps;
 }
 
 // Scale the sums of R rows and add them to their totals.
-template <int CHAINS, int R>
+template <int CHAINS, int R, int VECTORS>
 INLINE void add_scaled(const Floats (&parts)[CHAINS][R][VECTORS], const float* sums, int64_t column,
                        float* totals, const Workspace& w) {
     const float *scales = w.scales, *zeros = w.zeros;
 #pragma GCC unroll 16  // otherwise the sums spill to memory
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
             const int64_t at = column + v * WIDTH;
             float* total = totals + r * COLUMNS + at;
@@ -94,10 +100,11 @@ INLINE void add_scaled(const Floats (&parts)[CHAINS][R][VECTORS], const float* s
 }
 
 // Multiply R rows from `row` on of the panel by a group, unpacking in registers.
-template <class A, class C, int R>
+template <class A, class C, int R, bool INVARIANT>
 INLINE void add_words(const PackedInput& p, const Pair<C>& pair, int64_t words, int64_t g, int64_t row,
                       const Workspace& w) {
-    constexpr int STEPS = C::unit_inputs / A::inputs, CHAINS = chains(R, STEPS);
+    constexpr int STEPS = C::unit_inputs / A::inputs, CHAINS = chains(R, STEPS, INVARIANT);
+    constexpr int VECTORS = vectors(R, INVARIANT);
     for (int64_t column = 0; column < COLUMNS; column += VECTORS * WIDTH) {
         const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
         PrefetchedWords from[VECTORS];
@@ -120,15 +127,16 @@ INLINE void add_words(const PackedInput& p, const Pair<C>& pair, int64_t words, 
                 }
             }
         }
-        add_scaled<CHAINS, R>(parts, p.sums + g * p.rows + row, column, w.totals + row * COLUMNS, w);
+        add_scaled<CHAINS, R, VECTORS>(parts, p.sums + g * p.rows + row, column,
+                                       w.totals + row * COLUMNS, w);
     }
 }
 
 // The same with quantized values from the buffer.
-template <class A, int R>
+template <class A, int R, bool INVARIANT>
 NOINLINE void add_values(const PackedInput& p, int64_t steps, int64_t g, int64_t row,
                          const Workspace& w) {
-    constexpr int CHAINS = chains(R, 2);
+    constexpr int CHAINS = chains(R, 2, INVARIANT), VECTORS = vectors(R, INVARIANT);
     const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
     for (int64_t column = 0; column < COLUMNS; column += VECTORS * WIDTH) {
         Floats parts[CHAINS][R][VECTORS] = {};
@@ -143,7 +151,8 @@ NOINLINE void add_values(const PackedInput& p, int64_t steps, int64_t g, int64_t
                         parts[c][r][v] = A::add_product(parts[c][r][v], values[v], element);
                 }
             }
-        add_scaled<CHAINS, R>(parts, p.sums + g * p.rows + row, column, w.totals + row * COLUMNS, w);
+        add_scaled<CHAINS, R, VECTORS>(parts, p.sums + g * p.rows + row, column,
+                                       w.totals + row * COLUMNS, w);
     }
 }
 
@@ -151,7 +160,7 @@ using AddGroups = void (*)(const Matrix&, const Blocks&, int64_t tile, int64_t r
                            const Workspace&);
 
 // Compute the totals of up to two tiles for a panel with `rows` valid rows.
-template <class A, class C>
+template <class A, class C, bool INVARIANT>
 void add_groups(const Matrix& matrix, const Blocks& m, int64_t tile, int64_t rows, const PackedInput& p,
                 const Workspace& w) {
     const int64_t all = tiles_of(matrix), steps = m.group / A::inputs;
@@ -162,13 +171,13 @@ void add_groups(const Matrix& matrix, const Blocks& m, int64_t tile, int64_t row
         const Pair<C> pair = group_of<A, C>(m, tile, tiles, g, to, w);
         if (rows <= max_register_rows<A, C>()) {
             by_rows(rows, [&](auto count, int64_t row) ALWAYS_INLINE {
-                add_words<A, C, decltype(count)::value>(p, pair, m.words, g, row, w);
+                add_words<A, C, decltype(count)::value, INVARIANT>(p, pair, m.words, g, row, w);
             });
             continue;
         }
         unpack<A, C>(pair, m.words, w);
         by_rows(rows, [&](auto count, int64_t row) ALWAYS_INLINE {
-            add_values<A, decltype(count)::value>(p, steps, g, row, w);
+            add_values<A, decltype(count)::value, INVARIANT>(p, steps, g, row, w);
         });
     }
 }
@@ -231,8 +240,9 @@ struct QuantizedWeights {
 template <class A, class T>
 int product(const QuantizedLinear& a) {
     const Blocks m(a.matrix);
-    const AddGroups add = by_format(a.matrix, [](auto format) -> AddGroups {
-        return add_groups<A, decltype(format)>;
+    const AddGroups add = by_format(a.matrix, [&](auto format) -> AddGroups {
+        return a.invariant ? add_groups<A, decltype(format), true>
+                           : add_groups<A, decltype(format), false>;
     });
     const int64_t max_rows = a.rows < PANEL_ROWS ? a.rows : PANEL_ROWS;
     PackedInput p{nullptr, nullptr, max_rows, m.group / A::inputs};
@@ -272,15 +282,16 @@ using Arithmetic = Pairs;
 using Arithmetic = Single;
 #endif
 
+// If `invariant` is set, the arithmetic of a row is the same for all numbers of rows.
 template <class T>
 int product_of(const QuantizedLinear& a) {
 #if defined(TILES)
-    if (a.rows > VECTOR_ROWS)
+    if (a.invariant || a.rows > VECTOR_ROWS)
         return by_format(a.matrix, [&](auto format) { return tiled_matmul<decltype(format)>(a); });
 #endif
     // For many rows, dequantizing once to floats costs less than scaling the sums of each group.
     if constexpr (Arithmetic::inputs == 1)
-        if (a.rows >= FLOAT_MATMUL_ROWS && QuantizedWeights(a).suits())
+        if (!a.invariant && a.rows >= FLOAT_MATMUL_ROWS && QuantizedWeights(a).suits())
             return float_product<T, QuantizedWeights>(a, a.matrix.inputs);
     return product<Arithmetic, T>(a);
 }
