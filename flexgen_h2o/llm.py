@@ -119,6 +119,10 @@ class LLM(ExclusiveResource):
     implementations : mapping, optional
         The autotune table: the fastest implementation by operation, bits and rows. Default: a table
         for the CPU's instruction set.
+    batch_invariant : bool
+        Generate the same tokens and log-probabilities for a prompt alone, in any batch, and with
+        any number of threads, on CPUs of the same type. It costs some speed, works on a CPU only,
+        and refuses models and options for which it is not possible.
     pipeline : Pipeline, optional
         The ranks of pipeline parallelism (`distributed.pipeline`).
     bounds : sequence of int, optional
@@ -155,8 +159,9 @@ class LLM(ExclusiveResource):
                  generation_config: bool = True, seed: int = 0, memory_limit: int | None = None,
                  device_memory_limit: int | None = None, workload: Workload | None = None,
                  texts: Sequence[str] = (), implementations: AutotuneTable | None = None,
-                 pipeline: Pipeline | None = None, bounds: Sequence[int] | None = None,
-                 progress: bool | None = None, trace: Trace | None = None, verbose: bool = False):
+                 batch_invariant: bool = False, pipeline: Pipeline | None = None,
+                 bounds: Sequence[int] | None = None, progress: bool | None = None,
+                 trace: Trace | None = None, verbose: bool = False):
         check_not_forked()
         args = EngineArgs(
             model=os.fspath(model), policy=policy or Policy(),
@@ -166,8 +171,8 @@ class LLM(ExclusiveResource):
             weight_cache=weight_cache, calibration=calibration, verify=verify,
             generation_config=generation_config, seed=seed, memory_limit=memory_limit,
             device_memory_limit=device_memory_limit, workload=workload, texts=texts,
-            implementations=implementations, pipeline=pipeline, bounds=bounds, progress=progress,
-            trace=trace, verbose=verbose)
+            implementations=implementations, batch_invariant=batch_invariant, pipeline=pipeline,
+            bounds=bounds, progress=progress, trace=trace, verbose=verbose)
         self.policy, self.h2o = args.policy, h2o
         self.call_lock = CallLock()
         self._control = ControlChannel(pipeline)

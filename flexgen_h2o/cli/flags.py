@@ -88,6 +88,11 @@ class RunFlags:
         help="calibrate 8-bit or 4-bit weight quantization on this text: a text file, or a .jsonl "
         "file with a `text`, `article` or `prompt` key",
     )
+    batch_invariant: bool = _flag(
+        "model", "bool", False,
+        help="generate the same tokens and log-probabilities for a prompt alone, in any batch and "
+        "with any number of threads, on CPUs of the same type; slower",
+    )
     prompt: tuple[str, ...] = _flag(
         "input", "texts", (), metavar="TEXT", shown="synthetic prompts",
         help="prompt text; repeat the flag for more prompts",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _SAME_NAMES = ("model", "path", "activation_bits", "key_bits", "value_bits", "attn_sparsity",
           "calibration", "verify", "device", "dtype", "offload_dir", "seed", "memory_limit",
-          "device_memory_limit")
+          "device_memory_limit", "batch_invariant")
 
 
 def llm_arguments(config: RunConfig, **overrides: Any) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def given_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
 
 ENGINE = ("path", "device", "dtype", "percent", "weight_bits", "activation_bits",
           "weight_cache", "no_weight_cache", "calibration", "cache_bits", "key_bits", "value_bits",
-          "offload_dir", "verify", "memory_limit", "device_memory_limit")
+          "offload_dir", "verify", "memory_limit", "device_memory_limit", "batch_invariant")
 """Flags of `generate` that say how a model runs, besides its name."""
 
 # Help texts that differ from `generate`'s.

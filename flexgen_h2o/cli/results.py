@@ -33,7 +33,7 @@ _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "fetch_chosen", "fast
              "weight_bits", "activation_bits", "cache_bits", "key_bits", "value_bits", *EVICTION,
              "attn_sparsity", "expert_percent", "expert_slots", "cpu_expert_compute",
              "expert_counts", "speculate", "draft_model",
-             "num_speculative_tokens")
+             "num_speculative_tokens", "batch_invariant")
 SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
 """Columns of the configuration, without lengths and batch sizes."""
 CSV_COLUMNS = (

@@ -321,7 +321,8 @@ class Engine:
         Raises
         ------
         UserError
-            Blocks of the policy's size with sequences of this length do not fit in memory.
+            Blocks of the policy's size with sequences of this length do not fit in memory, or
+            batch invariance does not go with prompts in chunks.
         """
         self.check_open()
         runner, workload = self.session_runner(max_len, prefill_chunk)

@@ -11,6 +11,7 @@ from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.distributed.control_messages import ControlChannel
 from flexgen_h2o.distributed.pipeline import RankContext
 from flexgen_h2o.engine.calibration import calibrate
+from flexgen_h2o.engine.invariance import check_batch_invariant
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.engine.runner import EngineArgs
 from flexgen_h2o.engine.source import ModelSource, find_model
@@ -77,6 +78,8 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
     check_halves(source.config, policy)
     check_experts(source.config, policy)
     check_speculation(source.config, policy)
+    if args.batch_invariant:
+        check_batch_invariant(source.config, policy, args.cache, device.torch)
     cache = replace(args.cache, h2o=add_windows(h2o, source.config.attention))
     args = replace(args, cache=cache)
     prompts = Prompts(source, args.model, h2o)
@@ -87,7 +90,7 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
         policy, device, layer_costs=_layer_costs(source.config), bounds=args.bounds,
         workload=workload,
         fingerprint=f"{source.config}, {source.dtype}, {args.weight_bits} bits, "
-        f"{args.activation_bits} of activations, "
+        f"{args.activation_bits} of activations, batch invariance {args.batch_invariant}, "
         f"calibration {source.calibration or None}, {cache}, {policy}")
     if rank is not None:
         workload = rank.workload

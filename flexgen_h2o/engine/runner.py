@@ -33,6 +33,7 @@ from flexgen_h2o.engine.batch import Batch, BlockQueue, BlockSize, OpenQueue, Re
 from flexgen_h2o.engine.executor import Executor, Timing
 from flexgen_h2o.engine.expert_counts import load_counts, save_counts
 from flexgen_h2o.engine.expert_slots import ExpertSlots
+from flexgen_h2o.engine.invariance import check_batch_invariant
 from flexgen_h2o.engine.progress import RunBars, byte_bar
 from flexgen_h2o.engine.sampling import LogitsConsumer
 from flexgen_h2o.engine.schedule import LayerStep
@@ -99,6 +100,7 @@ class EngineArgs:
     workload: Workload | None = None
     texts: Sequence[str] = ()
     implementations: AutotuneTable | None = None
+    batch_invariant: bool = False
     pipeline: Pipeline | None = None
     bounds: Sequence[int] | None = None
     progress: bool | None = None
@@ -215,6 +217,8 @@ class Runner:
         return self._with(replace(self.args, policy=policy))
 
     def _with(self, args: EngineArgs) -> Runner:
+        if args.batch_invariant:
+            check_batch_invariant(self.config, args.policy, args.cache, self.device)
         other = copy.copy(self)
         other.args = args
         return other
@@ -363,7 +367,9 @@ class Runner:
         policy = self.args.policy
         return BlockSize(
             policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, share_prompts,
-            share_prefixes=share_prompts and not self.args.cache.simulated,
+            share_prefixes=share_prompts and not self.args.cache.simulated and not (
+                # Scores of a shared prefix are summed apart from those of the rest.
+                self.args.batch_invariant and self.args.cache.evicts),
             draft_tokens=policy.draft_tokens)
 
     def _evicts(self, queue: BlockQueue) -> tuple[bool, ...]:
@@ -446,6 +452,7 @@ class Runner:
         with (torch.inference_mode(), self.sampled_memory(),
               self._wait_policy.applied(sleep=recalls is not None),
               dispatch.use_autotune_table(self.args.implementations),
+              dispatch.batch_invariant(self.args.batch_invariant),
               contextlib.ExitStack() as resources):
             if bars is None:
                 bars = self.bars()

@@ -341,7 +341,7 @@ class SettingsFile:
         saved = read_yaml(self._flag, self.path)
         saved = saved if isinstance(saved, dict) else {}
         for name in self._deciding:
-            if name not in saved or saved[name] != self._settings[name]:
+            if saved.get(name, False) != self._settings[name]:  # a newer switch was off
                 raise UserError(f"{self._flag} {self._results} was made with {name} "
                                 f"{saved.get(name)!r}, now it is {self._settings[name]!r}: "
                                 f"{advice}")

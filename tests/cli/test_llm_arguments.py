@@ -41,6 +41,7 @@ FIELDS = [
     ({"verify": True, "percent": (0, 0, 100, 0, 100, 0)}, "verify", True),
     ({"no_generation_config": True}, "generation_config", False),
     ({"seed": 5}, "seed", 5),
+    ({"batch_invariant": True}, "batch_invariant", True),
     ({"memory_limit": 9 << 30}, "memory_limit", 9 << 30),
     ({"device_memory_limit": 1 << 30}, "device_memory_limit", 1 << 30),
     ({"percent": (0, 100, 100, 0, 100, 0)}, "policy",

@@ -32,8 +32,9 @@ _NOT_IN_DRY_RUN = ("output", "errors", "overwrite", "max_hours", "progress_file"
              "ray", "ray_address", "replicas", "data_parallel")
 """Flags without effect on a dry run."""
 RESUME_SETTINGS = ("model", "path", "dtype", "weight_bits", "activation_bits", "calibration",
-                   "cache_bits", "attn_sparsity", "h2o", "gen_len", "temperature", "seed",
-                   "chat_template", "no_generation_config", "request_defaults")
+                   "batch_invariant", "cache_bits", "attn_sparsity", "h2o", "gen_len",
+                   "temperature", "seed", "chat_template", "no_generation_config",
+                   "request_defaults")
 """Settings that texts depend on: a resumed job must have the same. Batch sizes, placements and the
 device may change."""
 
@@ -150,8 +151,9 @@ class BatchOptions(RequestOptions):
                                                     if_empty="is empty: give a text")
         return {
             **{name: getattr(run, name) for name in
-               ("model", "path", "dtype", "activation_bits", "attn_sparsity", "gen_len", "seed",
-                "no_generation_config", "device", "offload_dir", "prefill_chunk")},
+               ("model", "path", "dtype", "activation_bits", "batch_invariant", "attn_sparsity",
+                "gen_len", "seed", "no_generation_config", "device", "offload_dir",
+                "prefill_chunk")},
             "weight_bits": run.resolved_weight_bits,
             "cache_bits": (cache.bits if cache.key_bits == cache.value_bits
                            else [cache.key_bits, cache.value_bits]),

@@ -25,7 +25,7 @@ FLAGS = (
     "fetch_chosen", "fast_set", "num_heavy_hitter_tokens", "num_window_length", "hh_all",
     "score", "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity",
     "compress_cache", "cache_bits", "key_bits", "value_bits", "prefill_chunk", "seed",
-    "no_generation_config",
+    "no_generation_config", "batch_invariant",
 )
 """Model arguments that are also flags of `flex_opt`."""
 

@@ -1,0 +1,191 @@
+"""Batch invariance: tokens and log-probabilities of a prompt alone and in any batch, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.error_cases import refused
+from helpers.generation import make_prompts
+from helpers.kernel_cases import AVAILABLE, BUILT, threads, using
+from helpers.selection import examples, full
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
+
+pytestmark = BUILT
+NEW = 10
+MODES = {
+    "bfloat16": {},
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+    "4-bit weights": {"weight_bits": 4},
+    "8-bit weights": {"weight_bits": 8},
+    "12-bit weights": {"weight_bits": 12},
+    "8-bit activations, quantized cache": {
+        "weight_bits": 4, "activation_bits": 8, "key_bits": 8, "value_bits": 4},
+    "h2o": {"h2o": H2OConfig(heavy_ratio=0.15)},
+    "h2o, quantized": {"weight_bits": 4, "cache_bits": 4, "h2o": H2OConfig(heavy_ratio=0.15)},
+    "h2o, decay": {"h2o": H2OConfig(heavy_ratio=0.15, sink_tokens=1, score="decay")},
+    "h2o inside prompts": {"h2o": H2OConfig(heavy_ratio=0.15, prompt_chunk=8)},
+    "recall": {"h2o": H2OConfig(heavy_ratio=0.15, recall=True)},
+    "recall, quantized": {"cache_bits": 4, "h2o": H2OConfig(heavy_ratio=0.15, recall=True)},
+}
+RARE = ("8-bit weights", "12-bit weights", "h2o, decay", "recall, quantized")
+MODELS = ("opt_no_bias", "opt_350m_style", "llama_dynamic", "gemma2", "granite", "apertus",
+          "cohere", "neox", "stablelm_12b", "qwen2_windows", "phi3_longrope")
+POLICIES = {
+    "one batch": Policy(gpu_batch_size=12),
+    "small batches": Policy(gpu_batch_size=3, num_gpu_batches=2),
+    "on disk": Policy(gpu_batch_size=5, weights=Placement(0, 0, 100), cache=Placement(0, 50, 50)),
+}
+
+
+def prompts_of(vocab: int) -> list[list[int]]:
+    """Prompts of several lengths; some are equal, and some have a common prefix."""
+    prompts = make_prompts(vocab, [150, 34, 7, 1, 60, 21, 90])
+    return [*prompts, prompts[1], prompts[4][:40] + prompts[5], prompts[4][:40]]
+
+
+def params_of(count: int) -> list[SamplingParams]:
+    """Parameters of each prompt: greedy, or sampled with a seed of its own."""
+    return [SamplingParams(max_new_tokens=NEW - key % 3, eos_token_id=-1, do_sample=key % 2 == 1,
+                           seed=key, logprobs=2) for key in range(count)]
+
+
+def answers(llm: LLM, order: list[int]) -> list[tuple]:
+    """Return tokens and log-probabilities of each prompt, which come in an order."""
+    prompts = prompts_of(llm.vocab_size)
+    params = params_of(len(prompts))
+    found = llm.generate([prompts[index] for index in order], [params[index] for index in order])
+    by_index = dict(zip(order, found, strict=True))
+    return [(by_index[index].token_ids, by_index[index].log_probs) for index in range(len(order))]
+
+
+def alone(folder: str, **options) -> list[tuple]:
+    with LLM(folder, policy=Policy(gpu_batch_size=1), progress=False, **options) as llm:
+        prompts = prompts_of(llm.vocab_size)
+        found = [llm.generate([prompt], [params])[0]
+                 for prompt, params in zip(prompts, params_of(len(prompts)), strict=True)]
+    return [(out.token_ids, out.log_probs) for out in found]
+
+
+def check_invariant(folder: str, policies: list[Policy], tmp_path, **options) -> None:
+    options = {"dtype": "bfloat16", "device": "cpu", "batch_invariant": True,
+               "offload_dir": tmp_path / "offload", "weight_cache": None} | options
+    expected = alone(folder, **options)
+    for number, policy in enumerate(policies):
+        order = list(range(len(expected)))[:: (1, -1)[number % 2]]
+        with LLM(folder, policy=policy, progress=False, **options) as llm, threads(2 - number % 2):
+            assert answers(llm, order) == expected
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in RARE] + full(*RARE))
+def test_answers_do_not_depend_on_the_batch(tiny_model, tmp_path, mode):
+    check_invariant(str(tiny_model("llama").folder), list(POLICIES.values()), tmp_path,
+                    **MODES[mode])
+
+
+@pytest.fixture(scope="module", params=[5, 16])
+def opened(request, tiny_model):
+    """An LLM with a batch size, and the answer to each prompt alone."""
+    options = {"dtype": "bfloat16", "device": "cpu", "batch_invariant": True, "weight_bits": 4,
+               "weight_cache": None, "h2o": H2OConfig(heavy_ratio=0.15)}
+    folder = str(tiny_model("llama").folder)
+    policy = Policy(gpu_batch_size=request.param, refill_share=0.3)
+    with LLM(folder, policy=policy, progress=False, **options) as llm:
+        yield llm, alone(folder, **options)
+
+
+@given(chosen=st.lists(st.integers(0, 9), min_size=1, max_size=20))
+@settings(max_examples=examples(10))
+def test_answers_of_any_choice_of_prompts(opened, chosen):
+    llm, expected = opened
+    prompts, params = prompts_of(llm.vocab_size), params_of(10)
+    found = llm.generate([prompts[index] for index in chosen], [params[index] for index in chosen])
+    assert [(out.token_ids, out.log_probs) for out in found] == [
+        expected[index] for index in chosen]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mode", ["bfloat16", *full("float32", "4-bit weights")])
+def test_answers_of_other_models(tiny_model, tmp_path, name, mode):
+    check_invariant(str(tiny_model(name).folder), [POLICIES["one batch"]], tmp_path,
+                    **MODES[mode])
+
+
+@pytest.mark.parametrize("name", AVAILABLE)
+def test_answers_with_other_instruction_sets(tiny_model, tmp_path, name):
+    with using(name):
+        for mode in ("bfloat16", "4-bit weights"):
+            check_invariant(str(tiny_model("llama").folder), [POLICIES["one batch"]], tmp_path,
+                            **MODES[mode])
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_answers_depend_on_the_batch_otherwise(tiny_model, bits):
+    folder = str(tiny_model("llama").folder)
+    options = {"dtype": "float32", "device": "cpu", "weight_cache": None, "weight_bits": bits}
+    with LLM(folder, policy=POLICIES["one batch"], progress=False, **options) as llm:
+        assert answers(llm, list(range(10))) != alone(folder, **options)
+
+
+@pytest.mark.parametrize("mode", ["bfloat16", "h2o", "8-bit activations, quantized cache"])
+def test_answers_of_a_session_do_not_depend_on_the_block(tiny_model, mode):
+    folder = str(tiny_model("llama").folder)
+    options = {"dtype": "bfloat16", "device": "cpu", "weight_cache": None} | MODES[mode]
+
+    def of_session(size: int, together: int) -> dict[int, tuple]:
+        policy, found = Policy(gpu_batch_size=size, prefill_chunk=32), {}
+        with LLM(folder, policy=policy, progress=False, batch_invariant=True, **options) as llm:
+            prompts = prompts_of(llm.vocab_size)
+            with llm.open_session(max_model_len=200) as session:
+                waiting = list(enumerate(zip(prompts, params_of(len(prompts)), strict=True)))
+                while waiting or session.unfinished:
+                    for index, (prompt, params) in waiting[:together]:
+                        keys[session.add(prompt, params)] = index
+                    waiting = waiting[together:]
+                    found |= session.step()
+        return {keys[key]: (out.token_ids, out.log_probs) for key, out in found.items()}
+
+    keys: dict[int, int] = {}
+    expected = of_session(1, 1)
+    assert of_session(4, 3) == of_session(12, 12) == expected
+
+
+def test_speculation_and_its_drafts_change_nothing(tiny_model, tmp_path):
+    prompt = make_prompts(96, [6])[0] * 8
+    found = []
+    for policy in (Policy(), Policy(speculate="ngram", num_speculative_tokens=5)):
+        with LLM(str(tiny_model("llama").folder), policy=policy, dtype="bfloat16", device="cpu",
+                 batch_invariant=True, progress=False) as llm:
+            (out,) = llm.generate([prompt], max_new_tokens=30, eos_token_id=-1, logprobs=1)
+            found.append((out.token_ids, out.log_probs))
+    assert found[0] == found[1]
+
+
+REFUSALS = {
+    "latent attention": ("deepseek_v3_dense", {}, "latent attention"),
+    "experts": ("qwen3_moe", {}, "its experts"),
+    "recurrent layers": ("qwen3_5", {}, "recurrent layers"),
+    "attn_sparsity": ("llama", {"attn_sparsity": 0.5}, "with attn_sparsity"),
+    "simulation": ("llama", {"h2o": H2OConfig(heavy_ratio=0.1, simulate=True)}, "a simulation"),
+    "rolling": ("llama", {"h2o": H2OConfig(heavy_ratio=0.1, positions="rolling")},
+                "with rolling positions"),
+    "caote": ("llama", {"h2o": H2OConfig(heavy_ratio=0.1, score="caote")}, "the score caote"),
+    "windows in chunks": ("mistral_window", {"policy": Policy(prefill_chunk=8)},
+                          "with prompts in chunks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_not_invariant_is_refused(tiny_model, name):
+    model, options, said = REFUSALS[name]
+    folder = str(tiny_model(model).folder)
+    refused(lambda: LLM(folder, device="cpu", batch_invariant=True, **options),
+            match=f"batch_invariant does not work .*{said}")
+
+
+def test_missing_kernels_are_refused(tiny_model, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
+    refused(lambda: LLM(str(tiny_model("llama").folder), device="cpu", batch_invariant=True),
+            match="batch_invariant does not work without the C\\+\\+ kernels")
