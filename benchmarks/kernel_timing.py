@@ -45,19 +45,22 @@ COLUMNS = (
     "date", "commit", "host", "cpu", "threads", "torch", "isa", "dtype", "repeats",
     "operation", "shape", "contestant", "ms", "fastest_ms", "roofline_ms", "share_of_roofline",
     "limit", "gb_per_s",
-    "over_sdpa", "speedup_over_plain", "speedup_over_16_bits", "extra_mb", "error",
+    "over_sdpa", "over_default", "speedup_over_plain", "speedup_over_16_bits", "extra_mb", "error",
     "expected_error",
 )
-RATIOS = ("over_sdpa", "speedup_over_plain", "speedup_over_16_bits")
+RATIOS = ("over_sdpa", "over_default", "speedup_over_plain", "speedup_over_16_bits")
 OURS, OURS_8, OURS_4, SCORELESS = "ours", "ours, 8 bits", "ours, 4 bits", "ours, no scores"
 OURS_12, OURS_MXFP4 = "ours, 12 bits", "ours, MXFP4"
 OURS_8_8, OURS_4_8 = (f"{name}, activations 8" for name in (OURS_8, OURS_4))
 SDPA, PLAIN, INDEXED = "torch SDPA", "plain PyTorch", "plain, indexed"
 RANGE = "ours, no search"
+INVARIANT = {OURS: "ours, batch-invariant", OURS_4: "ours, 4 bits, batch-invariant"}
+"""Batch-invariant contestants, by the name of what they are compared with."""
 STYLES = {OURS: ("#0072B2", ""), OURS_12: ("#0072B2", "//"), OURS_8: ("#56B4E9", "//"),
          OURS_4: ("#CC79A7", ".."),
          OURS_MXFP4: ("#CC79A7", "xx"), OURS_8_8: ("#56B4E9", "\\\\"),
-         OURS_4_8: ("#CC79A7", "\\\\"),
+         OURS_4_8: ("#CC79A7", "\\\\"), INVARIANT[OURS]: ("#0072B2", "oo"),
+         INVARIANT[OURS_4]: ("#CC79A7", "oo"),
          SCORELESS: ("#009E73", "--"), SDPA: ("#E69F00", "\\\\"), PLAIN: ("#999999", "xx"),
          INDEXED: ("#666666", "++"), RANGE: ("#D55E00", "oo"), "full cache": ("#999999", ""),
          "recall 20%, 4 bits": ("#CC79A7", ""), "recall 20%, 2 bits": ("#CC79A7", "//"),
@@ -107,6 +110,8 @@ class TimedRows:
                 "share_of_roofline": roofline / took, "limit": limit,
                 "gb_per_s": nbytes[name] / took / 1e9 if nbytes else "",
                 "over_sdpa": took / middle[SDPA] if SDPA in middle else "",
+                "over_default": next((took / middle[default] for default, invariant
+                                      in INVARIANT.items() if name == invariant), ""),
                 "speedup_over_plain": middle[PLAIN] / took if PLAIN in middle else "",
                 "speedup_over_16_bits": sixteen / took if name in (
                     OURS_12, OURS_8, OURS_4, OURS_MXFP4, OURS_8_8, OURS_4_8) else "",

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from kernel_timing import (
     DTYPE,
     INDEXED,
+    INVARIANT,
     OURS,
     OURS_4,
     OURS_4_8,
@@ -83,6 +84,8 @@ MATRIX, ROWS = (16384, 4096), (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 """Outputs and inputs of the matrix, and rows of the matmul."""
 COMPARED_ROWS = (1, 2, 4, 8, 16, 20, 24, 32, 48, 64)
 """Rows for which each implementation of a matmul is timed."""
+INVARIANT_ROWS = (1, 2, 4, 8, 16, 64, 256)
+"""Rows for which batch-invariant matmuls are timed."""
 READING_ROWS = 16
 """Most rows for which the roofline is reading the matrix; for more it is FLOPs."""
 ROUNDED = [(8, 64), (4, 64), (4, 32)]
@@ -344,6 +347,40 @@ def linear_by(implementation: str, weight: torch.Tensor, *, x: torch.Tensor,
         layers.linear(x, weight, out=out)
 
 
+def invariance(rows: TimedRows, quick: bool) -> None:
+    """Time batch-invariant matmuls beside those of `dispatch`, with weights in 16 and 4 bits."""
+    weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
+    weight = weight[: MATRIX[0] // 16] if quick else weight
+    matrix = quantized(weight, bits=4)
+    weights = {OURS: copies(weight, quick),
+               OURS_4: [replace(matrix, data=data) for data in copies(matrix.data, quick)]}
+    for count in INVARIANT_ROWS:
+        x = torch.randn(count, MATRIX[1], dtype=DTYPE)
+        out = torch.empty(count, len(weight), dtype=DTYPE)
+        functions, endless = {}, {}
+        for default, name in INVARIANT.items():
+            functions[default] = functools.partial(layers.linear, x, out=out)
+            functions[name] = functools.partial(linear_invariant, x=x, out=out)
+            functions[default](weights[default][0])
+            expected = out.clone()
+            functions[name](weights[default][0])
+            check(f"invariant: {name}, {count} rows", error(out, expected))
+            endless |= dict.fromkeys((default, name), itertools.cycle(
+                {"weight": weight_copy} for weight_copy in weights[default]))
+        nbytes = {OURS: weight.nbytes, OURS_4: matrix.data.nbytes}
+        rows.measure("invariant", f"{count} x {MATRIX[1]} x {len(weight)}", functions, endless,
+                     nbytes=nbytes | {name: nbytes[default]
+                                      for default, name in INVARIANT.items()},
+                     flops=2 * count * weight.numel() if count > READING_ROWS else 0)
+
+
+def linear_invariant(weight: torch.Tensor | QuantizedMatrix, *, x: torch.Tensor,
+                     out: torch.Tensor) -> None:
+    """Multiply as `LLM` does with `batch_invariant`."""
+    with dispatch.batch_invariant():
+        layers.linear(x, weight, out=out)
+
+
 def rounding(rows: TimedRows, quick: bool) -> None:
     """Time quantization of a matrix with and without a search for scales, and its error.
 
@@ -372,7 +409,8 @@ def rounding(rows: TimedRows, quick: bool) -> None:
 
 
 OPERATIONS = {"decode": decode, "prefill": prefill, "select": select, "groups": groups,
-              "linear": linear, "choices": choices, "round": rounding, "recall": recall}
+              "linear": linear, "choices": choices, "invariant": invariance, "round": rounding,
+              "recall": recall}
 
 
 @dataclass(frozen=True)
