@@ -142,7 +142,8 @@ def _history_processors(params: SamplingParams, ends: tuple[int, ...]) -> list[C
 
     processors: list[Callable] = []
     if repeated:
-        processors.append(hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+        # transformers takes no integers here.
+        processors.append(hf.RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
     if ngram > 0:
         processors.append(hf.NoRepeatNGramLogitsProcessor(ngram))
     if words:
@@ -159,7 +160,7 @@ def _warpers(params: SamplingParams) -> list[Callable]:
 
     processors: list[Callable] = []
     if params.temperature != 1.0:
-        processors.append(hf.TemperatureLogitsWarper(params.temperature))
+        processors.append(hf.TemperatureLogitsWarper(float(params.temperature)))
     if params.top_k:
         processors.append(hf.TopKLogitsWarper(params.top_k))
     if params.top_p < 1.0:

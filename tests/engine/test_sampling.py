@@ -534,3 +534,11 @@ def test_equal_prompts_are_adjacent_and_computed_once(kinds, size, chunk):
         ids, _ = batch.inputs(forward_pass)
         assert [ids[row] for row in newest_rows(batch, forward_pass)] == [
             request.prompt[-1] for request in batch.requests]
+
+
+def test_integers_are_taken_as_numbers():
+    logits, requests = torch.tensor([[0.0, 4.0, 3.0]]), [Request(0, [1], seed=1)]
+    tokens = [Sampler(SamplingParams(do_sample=True, temperature=kind(2), top_p=kind(1),
+                                     repetition_penalty=kind(3)), ())(logits, requests)
+              for kind in (int, float)]
+    assert tokens[0] == tokens[1]
