@@ -96,9 +96,10 @@ test-tsan: $(VENV)/.have-test
 	    'from flexgen_h2o.kernels.cpu import library; print(library.instruction_set())')" \
 	    $(BIN)/python setup.py -q build_ext --build-lib build/tsan
 	FLEXGEN_H2O_NATIVE=build/tsan/flexgen_h2o/kernels/_cpu.so TEST_THREADS=3 \
-	    TSAN_OPTIONS="halt_on_error=1 exitcode=66 report_mutex_bugs=0 suppressions=tests/helpers/tsan.supp" \
+	    TSAN_OPTIONS="halt_on_error=1 exitcode=66 report_mutex_bugs=0 allocator_may_return_null=1 \
+        suppressions=tests/helpers/tsan.supp" \
 	    LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
-	    setarch -R $(BIN)/python -m pytest -q --capture=sys -k "not memory" $(KERNEL_TESTS)
+	    setarch -R $(BIN)/python -m pytest -q --capture=sys $(KERNEL_TESTS)
 
 # Damaged files, requests, grammars and drafts, CASES of each kind.
 CASES ?= 1000
