@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import reprlib
 from collections.abc import Iterable
 
 _LONGEST = 4000  # characters of a message, enough for several paths
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
+"""Messages of errors without their own class: PyTorch's CPU allocator; CUDA and Triton; cuBLAS
+and cuDNN, which allocate outside of PyTorch."""
 _SHORT = reprlib.Repr()  # shortens long and deeply nested values
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 80
@@ -39,12 +43,25 @@ class PromptError(UserError):
         self.key = key
 
 
+class PromptMemoryError(PromptError):
+    """Memory is too small for a prompt's sequence alone."""
+
+
 class NonFiniteLogits(PromptError):
     """NaN or infinity in the logits of a prompt."""
 
 
 class StructureError(PromptError):
     """A text cannot be continued in the form of its `StructuredOutputs`."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return True for out-of-memory errors of the system and of PyTorch, on any device."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and any(message in str(error) for message in _OUT_OF_MEMORY))
 
 
 def check_text(name: str, value: object) -> None:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from flexgen_h2o.config.parallel import CONTROL_THREAD
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import UserError, lacks_memory
 from flexgen_h2o.files.terminal import flush_streams, open_closed_streams, print_stderr
 
 Options = TypeVar("Options")
@@ -166,11 +166,14 @@ def exit_status(work: Callable[[], int | None], *, last: bool = False) -> int:
             signals.over = True
     except UserError as error:
         return _refused(error)
-    except RuntimeError as error:
-        if "can't start new thread" not in str(error):  # Python's words, whoever starts it
+    except (MemoryError, RuntimeError, OSError) as error:
+        if "can't start new thread" in str(error):  # Python's words, whoever starts it
+            return _refused("the system lets this process start no more threads: raise its limit "
+                            "(ulimit -u, or a container's limit of pids)")
+        if not lacks_memory(error):
             raise
-        return _refused("the system lets this process start no more threads: raise its limit "
-                        "(ulimit -u, or a container's limit of pids)")
+        return _refused("the system has too little memory for this: free some, or use smaller "
+                        "batches or slower tiers")
     except KeyboardInterrupt as interrupt:
         print_stderr(f"interrupted {interrupt}".rstrip())
         return 128 + signals.number

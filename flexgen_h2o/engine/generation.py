@@ -30,10 +30,15 @@ from flexgen_h2o.engine.sampling import GenerationSampler, LogitsConsumer
 from flexgen_h2o.engine.scoring import DecodeScorer, OnLogits, PrefillScorer
 from flexgen_h2o.engine.tokenizer import OnText, Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
-from flexgen_h2o.errors import InsufficientMemory, PromptError, UserError
+from flexgen_h2o.errors import (
+    InsufficientMemory,
+    PromptError,
+    PromptMemoryError,
+    UserError,
+    lacks_memory,
+)
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Scored
-from flexgen_h2o.storage.tiers import lacks_memory
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +90,7 @@ class GenerationRun:
                                         max_tokens=max(map(sum, queue.sizes), default=1))
         self.workspace: Workspace | None = None
         self.halved = False  # blocks were made smaller when memory ran out
+        self._tried_alone = False  # the block has one sequence, for which memory has run out
         self._bars: RunBars | None = None
 
     @property
@@ -109,25 +115,32 @@ class GenerationRun:
         stats = self.runner.run_block(self.workspace, block, self.consumer, bars=self._bars,
                                       drafter=self._drafter, should_end=self.should_end)
         self.stats = self.stats.merge(stats)
+        self._tried_alone = False
         return [request for batch in block for request in batch.requests if request.finish_reason]
 
     def halve(self, error: BaseException) -> None:
         """Restart the last block's requests, in blocks of half as many sequences.
 
+        A block of one sequence is tried again once: other processes may have had the memory.
+
         Raises
         ------
         InsufficientMemory
-            A block has one sequence only. In a session: a `PromptError`.
+            A block has one sequence only. In a session: a `PromptMemoryError`, unless the workspace
+            does not fit.
         """
         assert self.queue is not None
         reason = _one_line(error) or "out of memory"
         requests = self.queue.requeue()
         self.restart(requests)
         if not self.queue.halve():
+            if not self._tried_alone:
+                self._tried_alone = True
+                return
             message = (f"there is too little memory for one sequence alone ({reason}): use shorter "
                        "prompts, fewer new tokens, or slower tiers")
-            if isinstance(self.queue, OpenQueue):
-                raise PromptError(message, requests[0].key) from error
+            if isinstance(self.queue, OpenQueue) and requests:  # none: no workspace
+                raise PromptMemoryError(message, requests[0].key) from error
             raise InsufficientMemory(message) from error
         self.halved = True
         _log.warning("too little memory (%s): trying again with blocks of %d x %d sequences",

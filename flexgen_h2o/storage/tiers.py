@@ -8,7 +8,6 @@ always complete.
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import time
 from collections.abc import Callable
@@ -23,9 +22,6 @@ from flexgen_h2o.metrics.report import format_bytes
 HUGE_PAGE = 2 << 20
 ARENA_BYTES = 64 << 20
 MADV_POPULATE_WRITE = 23  # madvise(2), Linux 5.14; not in the mmap module
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
-"""Messages of errors without their own class: PyTorch's CPU allocator; CUDA and Triton; cuBLAS
-and cuDNN, which allocate outside of PyTorch."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -40,15 +36,6 @@ def typed(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torc
     for size in shape:
         count *= size
     return buffer[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Return True for out-of-memory errors of the system and of PyTorch, on any device."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError)
-        and any(message in str(error) for message in _OUT_OF_MEMORY))
 
 
 class Pages(mmap.mmap):

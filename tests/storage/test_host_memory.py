@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.storage.tiers import ARENA_BYTES, HUGE_PAGE, PAGE, Arena, Device, lacks_memory
+from flexgen_h2o.errors import lacks_memory
+from flexgen_h2o.storage.tiers import ARENA_BYTES, HUGE_PAGE, PAGE, Arena, Device
 
 ODD = HUGE_PAGE + 7 * PAGE
 """One huge page and a little: two huge pages would be nearly twice as much."""

@@ -91,7 +91,7 @@ class Job:
         self._should_end = should_end
         self._parser = None if llm.tokenizer is None else ReasoningParser(llm.tokenizer)
         self._warned = False
-        self._answered = self._nonfinite = 0
+        self._answered = self._nonfinite = self._largest = 0
         self.stats: RunStats | None = None
 
     def run(self, places: Iterable[int]) -> None:
@@ -149,13 +149,14 @@ class Job:
     def _answer_halves(self, ready: Sequence[TokenizedRequest], error: InsufficientMemory) -> bool:
         """Run requests that do not fit in memory together as two halves, by length.
 
-        A request that does not fit alone fails. If it is the first of the job, raise the error
-        instead, because no request may fit.
+        A request that does not fit alone fails. Raise the error instead if it is the first of the
+        job, because no request may fit, and if one as large was answered, because other processes
+        have the memory.
         """
         waiting = sorted((pending for pending in ready if not pending.answered),
                          key=TokenizedRequest.max_tokens)
         if len(waiting) == 1:
-            if self.stats is None:
+            if self.stats is None or waiting[0].max_tokens() <= self._largest:
                 raise error
             bad = BadRequest(str(error), code="insufficient_memory")
             self._write_failures([FailedRequest(waiting[0].place, waiting[0].request.custom_id,
@@ -199,6 +200,7 @@ class Job:
             if entry.finished:
                 choices = [entry.outputs.pop(place) for place in range(entry.choices)]
                 entry.answered = True
+                self._largest = max(self._largest, entry.max_tokens())
                 tokens += sum(len(each.prompt_token_ids) for each in choices[::entry.request.n])
                 lines.append(answer_line(
                     entry.request, choices, key=int(self._source.keys[entry.place]),
