@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.source_files import HASH_THREADS, SourceFiles
-from flexgen_h2o.files.writing import open_atomic
+from flexgen_h2o.files.writing import open_atomic, sync
 
 KINDS = ("converted", "weights", "hardware", "experts")
 """Folders of the cache: converted models, quantized weights, measured rates of machines, counts of
@@ -155,7 +155,11 @@ def _build(temporary: Path, source: SourceFiles, title: str, build: Callable[[Pa
         if target.is_dir():  # its description is damaged
             _write_source(target, about)
         else:
+            # After a power loss, too, a folder with the final name is complete.
+            for path in (*temporary.iterdir(), temporary):
+                sync(path)
             temporary.rename(target)
+            sync(target.parent)
         use(target)
         return target
     finally:

@@ -29,6 +29,18 @@ _MAX_VALUES = 1 << 17  # of a YAML file, with aliases expanded
 _MERGE = "tag:yaml.org,2002:merge"
 
 
+def pread_all(descriptor: int, nbytes: int, offset: int) -> bytes:
+    """Return `nbytes` of a file from an offset, fewer only at its end. Raises OSError.
+
+    One call of `os.pread` may return less, for example on a network file system.
+    """
+    data = os.pread(descriptor, nbytes, offset)
+    while len(data) < nbytes and (more := os.pread(descriptor, nbytes - len(data),
+                                                   offset + len(data))):
+        data += more
+    return data
+
+
 def path_exists(path: Path) -> bool:
     """Return whether a path exists. Raises `UserError` if a folder on it cannot be entered."""
     try:

@@ -347,11 +347,9 @@ class SettingsFile:
                                 f"{advice}")
 
     def write(self) -> None:
-        """Write the settings to disk atomically. Raises OSError."""
+        """Write the settings to disk atomically, before there are results. Raises OSError."""
         with open_atomic(self.path) as file:
             yaml.safe_dump(self._settings, file, sort_keys=False, allow_unicode=True)
-            file.flush()
-            os.fsync(file.fileno())  # before results, in case of a power cut
 
 
 class ResumableJsonl(PartialFile):

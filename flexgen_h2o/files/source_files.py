@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import pread_all
 
 _FORMAT = 5  # raise it when the files of a copy change, which invalidates older copies
 # This many chunks of each source file are sampled, from its beginning to its end. Files of up to a
@@ -120,12 +121,12 @@ def _sampled(fd: int, size: int, has_header: bool) -> str:
     digest = hashlib.sha256()
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # or 32 times as much is read ahead
     if has_header:
-        length = int.from_bytes(os.pread(fd, 8, 0), "little")
-        digest.update(os.pread(fd, min(length, size), 8))
+        length = int.from_bytes(pread_all(fd, 8, 0), "little")
+        digest.update(pread_all(fd, min(length, size), 8))
     last = max(0, size - _SAMPLE_BYTES)
     step = max(_SAMPLE_BYTES, -(-last // (_SAMPLES - 1)))
     for start in (*range(0, last, step), last):
-        digest.update(os.pread(fd, min(_SAMPLE_BYTES, size - start), start))
+        digest.update(pread_all(fd, min(_SAMPLE_BYTES, size - start), start))
     return digest.hexdigest()
 
 
@@ -134,5 +135,5 @@ def _hashed(path: Path, start: int, end: int) -> bytes:
     digest = hashlib.sha256()
     with _reading(path) as fd:
         for place in range(start, end, _BLOCK_BYTES):
-            digest.update(os.pread(fd, min(_BLOCK_BYTES, end - place), place))
+            digest.update(pread_all(fd, min(_BLOCK_BYTES, end - place), place))
     return digest.digest()

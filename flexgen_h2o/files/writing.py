@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import secrets
@@ -21,28 +22,62 @@ def temporary_path(path: str | os.PathLike) -> Path:
 
 
 @contextmanager
-def open_atomic(path: str | os.PathLike) -> Iterator[io.TextIOBase]:
-    """Open a text file that replaces `path` when it is complete. Raises OSError."""
+def open_atomic(path: str | os.PathLike, *, durable: bool = True) -> Iterator[io.TextIOBase]:
+    """Open a text file that replaces `path` when it is complete: see `atomic_path`."""
     # A lone surrogate, from a JSON escape in a prompt, is escaped again.
-    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8",
-                                            errors="backslashreplace") as file:
+    with atomic_path(path, durable=durable) as temporary, open(
+            temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
         yield file
 
 
 @contextmanager
-def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike, *, durable: bool = True) -> Iterator[Path]:
     """Yield a new, empty file that replaces `path` at the end of the ``with`` statement.
 
     After an error the new file is removed and `path` is unchanged. Raises OSError.
+
+    Parameters
+    ----------
+    durable : bool
+        After the ``with`` statement the file is on disk. False: a power loss may leave an empty
+        file under the name, which costs less.
     """
     target, temporary = Path(path), temporary_path(path)
     temporary.touch(exist_ok=False)  # never remove a file of another process
     try:
         yield temporary
+        if durable:
+            sync(temporary)  # a file system may write the new name before the bytes
         os.replace(temporary, target)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
+    if durable:
+        sync(target.parent)
+
+
+def sync(path: str | os.PathLike) -> None:
+    """Write the bytes of a file, or the names in a folder, to disk. Raises OSError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        # Some network file systems cannot synchronize folders, and some folders cannot be read.
+        if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP,
+                                                          errno.EACCES):
+            raise
+
+
+def make_folder(path: Path, mode: int) -> None:
+    """Create a folder and its parents, on disk, unless they exist. Raises OSError."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(mode, parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
 
 
 def is_stream(path: str) -> bool:

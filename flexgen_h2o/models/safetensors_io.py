@@ -21,6 +21,7 @@ import torch
 from xxhash import xxh3_64
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import pread_all
 from flexgen_h2o.models.checkpoint import TensorInfo
 from flexgen_h2o.storage.disk import Extent
 
@@ -80,7 +81,7 @@ def read_header(path: Path, fd: int) -> dict[str, TensorInfo]:
         If the file is truncated (with the number of missing bytes) or is not valid safetensors.
     """
     size = os.fstat(fd).st_size
-    length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
+    length = int.from_bytes(pread_all(fd, _LENGTH_BYTES, 0), "little")
     if size < _LENGTH_BYTES:
         raise UserError(_truncated(path, _LENGTH_BYTES - size))
     if not 2 <= length <= _MAX_HEADER:

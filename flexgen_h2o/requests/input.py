@@ -27,6 +27,10 @@ VALID, INVALID, DUPLICATE = 0, 1, 2
 _BOM = b"\xef\xbb\xbf"
 
 
+class UnreadableInput(UserError):
+    """The system reports an error for the input."""
+
+
 class RequestLines(Protocol):
     """Lines of a job's input: a `JobInput`, or a window of it. The arrays are as in `JobInput`."""
 
@@ -172,11 +176,11 @@ def check_line(line: bytes, lines: RequestLines, place: int, path: str) -> None:
 
 @contextmanager
 def catch_read_errors(path: str) -> Iterator[None]:
-    """Turn the OSError of a file that cannot be read into a `UserError`."""
+    """Turn the OSError of a file that cannot be read into `UnreadableInput`."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot read --input {path}: {error.strerror}") from None
+        raise UnreadableInput(f"cannot read --input {path}: {error.strerror}") from None
 
 
 def _stripped(line: bytes) -> bytes:

@@ -10,6 +10,7 @@ import fcntl
 import os
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -21,9 +22,10 @@ from flexgen_h2o.engine.detokenization import (
     ReasoningParser,
     until,
 )
-from flexgen_h2o.errors import NonFiniteLogits, PromptError, UserError
+from flexgen_h2o.errors import NonFiniteLogits, PromptError, PromptMemoryError, UserError
+from flexgen_h2o.files.readers import pread_all
 from flexgen_h2o.files.rows import escape_line_breaks
-from flexgen_h2o.files.writing import catch_write_errors, check_writable
+from flexgen_h2o.files.writing import catch_write_errors, check_writable, sync
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.requests.input import JobInput
 from flexgen_h2o.requests.request import BadRequest, JobRequest
@@ -51,7 +53,7 @@ class ResultsFile:
 
     Added lines are on disk when `add` returns. An incomplete last line, which a killed job leaves,
     is truncated when the file is opened. If it is not the start of a result line, it stays, and
-    `answered` raises.
+    `answered` raises. `answered` also truncates lines that a power loss has left incomplete.
 
     Parameters
     ----------
@@ -72,6 +74,7 @@ class ResultsFile:
         try:
             self._lock()
             with catch_write_errors(flag, path):
+                sync(os.path.dirname(path) or ".")  # a new file's name
                 self._truncate_incomplete_line()
         except BaseException:
             os.close(self._file)
@@ -95,11 +98,11 @@ class ResultsFile:
 
     def close(self) -> None:
         """Close the file, and remove it if it is empty."""
-        status = os.fstat(self._file)
-        # If it has been removed, another job may have a file with this name.
-        if not status.st_size and os.path.exists(self.path) and os.path.samestat(
-                status, os.stat(self.path)):
-            os.unlink(self.path)
+        with suppress(OSError):
+            status = os.fstat(self._file)
+            # If it has been removed, another job may have a file with this name.
+            if not status.st_size and os.path.samestat(status, os.stat(self.path)):
+                os.unlink(self.path)
         os.close(self._file)
 
     def clear(self) -> None:
@@ -114,7 +117,7 @@ class ResultsFile:
 
     def _truncate_incomplete_line(self) -> None:
         end = self._complete_bytes()
-        if _LINE_START.startswith(os.pread(self._file, len(_LINE_START), end)):
+        if _LINE_START.startswith(pread_all(self._file, len(_LINE_START), end)):
             os.ftruncate(self._file, end)
 
     def _complete_bytes(self) -> int:
@@ -122,7 +125,7 @@ class ResultsFile:
         end = os.fstat(self._file).st_size
         while end:
             start = max(0, end - (1 << 20))
-            newline = os.pread(self._file, end - start, start).rfind(b"\n")
+            newline = pread_all(self._file, end - start, start).rfind(b"\n")
             if newline >= 0:
                 return start + newline + 1
             end = start
@@ -140,10 +143,10 @@ class ResultsFile:
                 data = memoryview(b"".join(line + b"\n" for line in lines))
                 while data:
                     data = data[os.write(self._file, data):]
+                os.fsync(self._file)
             except BaseException:
                 os.ftruncate(self._file, start)
                 raise
-            os.fsync(self._file)
 
     def answered(self, source: JobInput) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of the input's lines with results, and of those that only failed.
@@ -156,10 +159,19 @@ class ResultsFile:
             A line is not a result, or answers a request that the input does not have.
         """
         keys, success = array("Q"), array("B")
+        torn, end = False, 0  # whether a line is torn, and the bytes before it
         with catch_write_errors(self.flag, self.path), open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
-                for column, value in zip((keys, success), self._parse(line, number), strict=True):
-                    column.append(value)
+                torn = torn or _is_torn(line)
+                if torn and b"\0" in line:
+                    continue
+                columns = self._parse(line, number)
+                if not torn:
+                    end += len(line)
+                    for column, value in zip((keys, success), columns, strict=True):
+                        column.append(value)
+            if torn:  # the lines from there on belong to an `add` that has not returned
+                os.ftruncate(self._file, end)
         places = source.find(np.frombuffer(keys, np.uint64)) if keys else np.empty(0, np.int64)
         succeeded = np.frombuffer(success, np.uint8) == 1
         unknown = np.flatnonzero((places < 0) & succeeded)
@@ -176,6 +188,15 @@ class ResultsFile:
         except (ValueError, RecursionError):
             raise UserError(f"{self.flag} {self.path} line {number} is not a line of results: "
                             "choose another file, or --overwrite this one") from None
+
+
+def _is_torn(line: bytes) -> bool:
+    """Return whether a power loss has left zeros in a result line.
+
+    It may keep a later page of a write and not an earlier one, which is zeros then.
+    """
+    begin, zeros, _ = line.partition(b"\0\0")
+    return bool(zeros) and (begin.startswith(_LINE_START) or _LINE_START.startswith(begin))
 
 
 def request_key(line: bytes) -> tuple[int, bool]:
@@ -213,6 +234,8 @@ def failure_reason(error: PromptError) -> BadRequest:
     if isinstance(error, NonFiniteLogits):
         return BadRequest("the model's logits are not finite for this request: try another --dtype",
                           code="logits_not_finite")
+    if isinstance(error, PromptMemoryError):
+        return BadRequest(str(error), code="insufficient_memory")
     return BadRequest(str(error).removeprefix(f"prompt {error.key} "), param="structured_outputs")
 
 

@@ -410,14 +410,15 @@ class RunFolder:
     def _make(self) -> None:
         # Set the path before the folder exists, so that an interrupt can remove it.
         self.path = self._parent / f"{RUN_PREFIX}{uuid.uuid4().hex}"
+        owner = None
         try:
             self.path.mkdir(mode=0o700)
-            self._owner = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self._owner, fcntl.LOCK_EX)
+            owner = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(owner, fcntl.LOCK_EX)
             # Runs at the interpreter's exit, too.
-            self._remove = weakref.finalize(self, _remove_own, self.path, self._owner, os.getpid())
+            self._remove = weakref.finalize(self, _remove_own, self.path, owner, os.getpid())
         except BaseException:
-            _remove_folder(self.path)
+            _remove_folder(self.path, owner)
             raise
 
     def file(self, name: str, nbytes: int) -> Path:

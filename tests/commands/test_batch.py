@@ -522,7 +522,7 @@ def engine_fails(runs: Runs, patch: pytest.MonkeyPatch) -> None:
 
 
 def progress_cannot_be_written(runs: Runs, patch: pytest.MonkeyPatch) -> None:
-    def full(*_):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     patch.setattr(progress, "open_atomic", full)

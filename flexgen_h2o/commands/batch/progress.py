@@ -129,7 +129,8 @@ class JobProgress:
             self.samples = self.samples[::2]
         if self._path is None:
             return
-        with catch_write_errors("--progress-file", self._path), open_atomic(self._path) as file:
+        with catch_write_errors("--progress-file", self._path), open_atomic(
+                self._path, durable=False) as file:
             json.dump({
                 "state": state, "requests": self.total, "answered": self.answered,
                 "failed": self.failed, "left": self.left, "prompt_tokens": self.prompt_tokens,
