@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import os
 import re
 import shutil
@@ -20,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from flexgen_h2o.errors import UserError, check_text, short_repr
 from flexgen_h2o.requests.request import URLS, BadRequest, Defaults
@@ -36,6 +37,7 @@ _WINDOW = re.compile(r"([1-9]\d{0,4})([mhd])")  # of completion
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 _CREATE = ("input_file_id", "endpoint", "completion_window", "metadata")
 _Record = TypeVar("_Record", File, Batch)
+_log = logging.getLogger(__name__)
 
 
 class Api:
@@ -126,8 +128,7 @@ class Api:
                 shutil.copyfileobj(source, target, 1 << 20)
             return self._store.add_upload(path, filename)
         except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            self._store.discard_upload(path)
             raise
 
     async def _list_files(self, request: Request) -> Response:
@@ -143,9 +144,11 @@ class Api:
 
     async def _file_content(self, request: Request) -> Response:
         file = await self._find(request, File)
-        return FileResponse(self._store.path(file.id), media_type="application/octet-stream",
-                            filename=f"{file.id}.jsonl",
-                            headers={"X-Content-Type-Options": "nosniff"})
+        path = self._store.path(file.id)
+        if not os.path.exists(path):
+            raise ApiError(404, "the file's bytes are no longer in the data directory", param="id")
+        return _Content(path, media_type="application/octet-stream", filename=f"{file.id}.jsonl",
+                        headers={"X-Content-Type-Options": "nosniff"})
 
     async def _delete_file(self, request: Request) -> Response:
         file = await self._find(request, File)
@@ -276,6 +279,17 @@ class Api:
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self._scheduler.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+class _Content(FileResponse):
+    """The bytes of a file. A read error ends the connection, so that the client notices it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        try:
+            await super().__call__(scope, receive, send)
+        except OSError as error:
+            _log.error("cannot read %s: %s", self.path, error.strerror)
 
 
 async def _disconnect(request: Request) -> None:

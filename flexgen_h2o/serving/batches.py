@@ -6,6 +6,7 @@ restart or an error, goes on with the lines without a result.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ import numpy as np
 from flexgen_h2o.engine.detokenization import ReasoningParser
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.outputs import Output
-from flexgen_h2o.requests.input import VALID, JobInput
+from flexgen_h2o.requests.input import VALID, JobInput, UnreadableInput
 from flexgen_h2o.requests.request import URLS, BadRequest, read_object, request_id
 from flexgen_h2o.requests.results import ResultsFile, answer_line, failure_line
 from flexgen_h2o.requests.tokenizing import FailedRequest, RequestTokenizer, TokenizedRequest
@@ -78,6 +79,8 @@ class BatchRun:
             try:
                 self._source = files.enter_context(JobInput(path))
             except UserError as error:
+                if isinstance(error, UnreadableInput) and os.path.exists(path):
+                    raise  # the disk may be well again when it is tried again
                 message = str(error).replace(f"--input {path}", "the input file")
                 raise InvalidInput([{"code": "invalid_file", "line": None, "message": message,
                                      "param": None}]) from None

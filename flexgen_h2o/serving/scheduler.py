@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from flexgen_h2o.engine.detokenization import ReasoningParser
-from flexgen_h2o.errors import PromptError, UserError
+from flexgen_h2o.errors import PromptError, PromptMemoryError, UserError, lacks_memory
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.requests.request import BadRequest
 from flexgen_h2o.requests.results import failure_reason
@@ -109,6 +109,7 @@ class Scheduler:
         self._lock = threading.Lock()  # of the two below, and of adding to the session
         self._owners: dict[int, _Owner] = {}
         self._live = 0  # sequences of live requests
+        self._largest = 0  # tokens of a finished request
         self._runs: list[BatchRun] = []  # oldest first
         self._opened: queue.SimpleQueue[BatchRun] = queue.SimpleQueue()
         self._cancelled: set[str] = set()
@@ -137,9 +138,13 @@ class Scheduler:
         Call it in the thread that opened the LLM: OpenMP keeps threads for each thread that
         computes, and these would be more than the CPUs.
         """
+        failure: Exception | None = None
         try:
             while not self._stopping:
                 try:
+                    if failure is not None:
+                        self._recover(failure)
+                        failure = None
                     self._update_runs()
                     self._feed()
                     if self._session.unfinished:
@@ -149,7 +154,7 @@ class Scheduler:
                         self._wake.wait(1.0)
                         self._wake.clear()
                 except Exception as error:
-                    self._recover(error)
+                    failure = error
         finally:
             self._stopping = True
             self._give_up("the server is stopping")
@@ -274,8 +279,12 @@ class Scheduler:
         except InvalidInput as error:
             self._store.update_batch(id, status="failed", errors=error.errors)
             return
-        self._store.update_batch(id, only_if=("validating",), status="in_progress")
-        self._store.update_batch(id, request_counts=run.counts)
+        try:
+            self._store.update_batch(id, only_if=("validating",), status="in_progress")
+            self._store.update_batch(id, request_counts=run.counts)
+        except BaseException:
+            run.close()  # its files are locked
+            raise
         self._opened.put(run)
         self._wake.set()
 
@@ -373,20 +382,33 @@ class Scheduler:
             finished = [(self._pop(key), output) for key, output in outputs.items()]
         for owner, output in finished:
             if owner is not None:  # None: aborted during the block
+                self._largest = max(self._largest, owner.request.max_tokens())
                 owner.sink.add_output(owner.request, owner.choice, output)
                 self.metrics.count(len(output.prompt_token_ids), len(output.token_ids),
                                    output.finish_reason)
         self._flush()
 
     def _fail(self, error: PromptError) -> None:
-        """Fail a request that cannot go on."""
+        """Fail a request that cannot go on.
+
+        Memory was enough for a session of the longest requests. If it is too small for one that is
+        not larger than all that have finished, other processes have it: then a batch goes on later,
+        and a client is told to try again.
+        """
         with self._lock:
             owner = self._pop(error.key)
             if owner is not None:
                 self._abort([key for key, other in self._owners.items()
                              if other.request is owner.request])
-        if owner is not None:  # None: aborted during the block
+        if owner is None:  # aborted during the block
+            pass
+        elif not isinstance(error, PromptMemoryError) or (
+                0 < self._largest < owner.request.max_tokens()):
             owner.sink.fail(owner.request, failure_reason(error))
+        elif isinstance(owner.sink, BatchRun):
+            self._suspend(owner.sink, error)
+        else:
+            owner.sink.stop(str(error))  # type: ignore[attr-defined]
         self._flush()
 
     def _flush(self) -> None:
@@ -400,9 +422,10 @@ class Scheduler:
     def _recover(self, error: Exception) -> None:
         """Begin again with another session after an error of the engine."""
         self._failures += 1
-        pause = min(_LONGEST_PAUSE, 2.0 ** self._failures)
+        pause = min(_LONGEST_PAUSE, 2.0 ** min(self._failures, 10))
         self._error = f"the engine has failed, and is tried again in {pause:.0f} s: {error}"
-        _log.error("%s", self._error, exc_info=None if isinstance(error, UserError) else error)
+        known = isinstance(error, UserError) or lacks_memory(error)
+        _log.error("%s", self._error, exc_info=None if known else error)
         runs = [run.id for run in self._runs]
         self._give_up(self._error)
         with suppress(Exception):
@@ -411,9 +434,11 @@ class Scheduler:
         while not self._stopping and time.monotonic() < until:
             time.sleep(0.05)
         if not self._stopping:
-            self._session, self._tokens = self._open_session(), Rate(_RATE_SECONDS)
-            for id in runs:
-                self.open_batch(id)
+            try:
+                self._session, self._tokens = self._open_session(), Rate(_RATE_SECONDS)
+            finally:  # also if it fails, and `run` tries again
+                for id in runs:
+                    self.open_batch(id)
             self._error = ""
 
     def _give_up(self, message: str) -> None:

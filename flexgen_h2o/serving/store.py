@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.writing import catch_write_errors, check_folder
+from flexgen_h2o.files.writing import catch_write_errors, check_folder, make_folder, sync
 
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 """States of a batch that has work left."""
 INPUT, OUTPUT = "batch", "batch_output"
 """Purposes of files."""
 
-_PARTIAL = ".part"  # suffix of an upload that is not complete
+_PARTIAL = ".part"  # suffix of a file that is being accepted or deleted
 _VERSION = 1  # raise it when earlier releases cannot read the database any more
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
@@ -132,7 +132,7 @@ class Store:
         check_folder("--data-dir", folder, [])
         with catch_write_errors("--data-dir", folder):
             for new in (self._folder, self._files):
-                new.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_folder(new, 0o700)
             self._held = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
                                  0o600)
         try:
@@ -142,11 +142,27 @@ class Store:
                 raise UserError(f"--data-dir {folder} is in use by another server: stop that one, "
                                 "or choose another folder") from None
             self._database = self._open(self._folder / "serve.db")
-            for path in self._files.glob(f"*{_PARTIAL}"):  # of uploads that a kill cut off
-                path.unlink()
+            try:
+                self._settle_partial_files()
+            except BaseException:
+                self._database.close()
+                raise
         except BaseException:
             os.close(self._held)
             raise
+
+    def _settle_partial_files(self) -> None:
+        """Keep the partial files that have a record, and remove the others.
+
+        A kill leaves them if it comes while a file is accepted or deleted.
+        """
+        with catch_write_errors("--data-dir", str(self._folder)):
+            for path in self._files.glob(f"*{_PARTIAL}"):
+                id = path.name.removesuffix(_PARTIAL)
+                if self.get(File, id) is None:
+                    path.unlink()
+                else:
+                    path.rename(self.path(id))
 
     def _open(self, path: Path) -> sqlite3.Connection:
         """Open the database, and check it."""
@@ -259,31 +275,63 @@ class Store:
         return str(self._files / f"{new_id('file-')}{_PARTIAL}")
 
     def add_upload(self, path: str, filename: str) -> File:
-        """Keep a file of `new_upload` as an input of batches. Raises `StoreError`."""
+        """Keep a file of `new_upload` as an input of batches. Raises `StoreError`.
+
+        It is renamed once it has its record. After a kill in between, the next start renames it.
+        """
         id = Path(path).name.removesuffix(_PARTIAL)
         try:
-            _sync(path)
-            os.rename(path, self.path(id))
-            _sync(self._files)
+            sync(path)
+            sync(self._files)
+            with self._lock:
+                file = self._add_file(id, path, filename, INPUT)
+                try:
+                    os.rename(path, self.path(id))
+                except OSError:
+                    self._delete_record(id)
+                    raise
         except OSError as error:
             raise StoreError(f"the file cannot be stored: {error.strerror}") from None
-        return self._add_file(id, filename, INPUT)
+        return file
 
-    def _add_file(self, id: str, filename: str, purpose: str) -> File:
-        file = File(id, os.path.getsize(self.path(id)), int(time.time()), filename[:255], purpose)
+    def _add_file(self, id: str, path: str, filename: str, purpose: str) -> File:
+        file = File(id, os.path.getsize(path), int(time.time()), filename[:255], purpose)
         with self._transaction() as database:
             self._insert(database, file)
         return file
 
+    def discard_upload(self, path: str) -> None:
+        """Remove a file of `new_upload` that was not kept."""
+        with suppress(OSError, StoreError):  # the next start removes it
+            if self.get(File, Path(path).name.removesuffix(_PARTIAL)) is None:
+                os.unlink(path)
+
+    def _delete_record(self, id: str) -> None:
+        with self._transaction() as database:
+            database.execute("DELETE FROM records WHERE id = ?", (id,))
+
     def delete_file(self, id: str) -> bool:
-        """Delete a file. Return False, and keep it, if a batch with work left reads it."""
+        """Delete a file. Return False, and keep it, if a batch with work left reads it.
+
+        Raises `StoreError`. A file that cannot be removed is left to the next start.
+        """
+        path = self.path(id)
         with self._lock:
             if any(batch.input_file_id == id for batch in self.active_batches()):
                 return False
-            with self._transaction() as database:
-                database.execute("DELETE FROM records WHERE id = ?", (id,))
-        with suppress(FileNotFoundError):
-            os.unlink(self.path(id))
+            try:
+                with suppress(FileNotFoundError):
+                    os.rename(path, path + _PARTIAL)
+                sync(self._files)
+                self._delete_record(id)
+            except (OSError, StoreError) as error:
+                with suppress(OSError):
+                    os.rename(path + _PARTIAL, path)
+                if isinstance(error, StoreError):
+                    raise
+                raise StoreError(f"the file cannot be deleted: {error.strerror}") from None
+        with suppress(OSError):
+            os.unlink(path + _PARTIAL)
         return True
 
     # Batches.
@@ -321,7 +369,7 @@ class Store:
             id = getattr(batch, field)
             ids[field] = id if id and os.path.exists(self.path(id)) else ""
             if ids[field]:
-                self._add_file(id, f"{batch.id}_{name}.jsonl", OUTPUT)
+                self._add_file(id, self.path(id), f"{batch.id}_{name}.jsonl", OUTPUT)
         return self.update_batch(batch.id, status=status, **ids)
 
     def active_batches(self) -> list[Batch]:
@@ -334,12 +382,3 @@ class Store:
 def new_id(prefix: str) -> str:
     """Return a random id."""
     return f"{prefix}{secrets.token_hex(12)}"
-
-
-def _sync(path: str | Path) -> None:
-    """Write a file or folder to disk. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
