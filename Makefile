@@ -9,6 +9,7 @@ LLAMA_CPP_ROWS ?= benchmarks/results/compare_llama_cpp.csv
 EXPERTS_ROWS ?= benchmarks/results/compare_experts.csv
 ENGINES_ROWS ?= benchmarks/results/compare_engines.csv
 ENGINES_LIMITED_ROWS ?= benchmarks/results/compare_engines_limited.csv
+FAULTS_ROWS ?= benchmarks/results/faults.csv
 QUALITY_ROWS ?= benchmarks/results/check_quality.csv
 
 VENV := .venv
@@ -30,8 +31,8 @@ export FLEXGEN_H2O_OBJECTS := $(abspath $(VENV))/objects
 MAKEFLAGS += -j2
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all docs wheel wheel-aarch64 test-wheel test-asan test-tsan fuzz soak \
-    lock locked sbom test-transformers-4 gpu-check check-quality compare-llama-cpp compare-experts \
+.PHONY: demo test test-all docs wheel wheel-aarch64 test-wheel test-asan test-tsan test-faults \
+    fuzz soak lock locked sbom test-transformers-4 gpu-check check-quality compare-llama-cpp compare-experts \
     compare-engines compare-engines-limited clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
@@ -140,6 +141,10 @@ locked: setup.py pyproject.toml
 # What the wheel contains and needs, as CycloneDX JSON in dist/.
 sbom: $(VENV)/.have-wheel-tools
 	$(BIN)/python tools/sbom.py --out dist
+
+# Every call of the operating system that a small job makes fails once, and the job runs again.
+test-faults: $(VENV)/.have-test
+	PYTHONPATH=tests:. $(BIN)/python -m helpers.faults --csv $(FAULTS_ROWS)
 
 # What plugs into transformers once more, with the last release before 5. It stands in front of what
 # .venv has; the kernels are those of the folder.

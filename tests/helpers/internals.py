@@ -13,7 +13,7 @@ import torch
 
 from flexgen_h2o import LLM
 from flexgen_h2o.cache.kv_cache import KVCache
-from flexgen_h2o.engine import loading
+from flexgen_h2o.engine import exclusive, loading
 from flexgen_h2o.engine import source as loader
 from flexgen_h2o.engine.decoder import DecoderLayers
 from flexgen_h2o.engine.executor import Executor
@@ -32,6 +32,11 @@ LLAMA3_ROPE = gguf_rope.LLAMA3_ROPE
 
 # Where a run can be made to fail, as "module:path" below the package.
 READ, WRITE = "storage.disk:Disk._read_chunk", "storage.disk:Disk._write_chunk"
+
+
+def allow_forks() -> None:
+    """Let children make an LLM, though this process has made one: torch has one thread here."""
+    exclusive._first_process = None
 
 
 # What is held
