@@ -195,11 +195,6 @@ def build_parser(
     return parser
 
 
-def parse_args(argv: Sequence[str] | None = None, parser: Parser | None = None) -> RunConfig:
-    """Parse flags, by default `generate`'s, into a checked `RunConfig`. Raises `UserError`."""
-    return RunConfig.from_mapping(given_flags(parser or build_parser(), argv))
-
-
 def given_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
     """Return the values of the given flags, which override ``--config``. Raises `UserError`."""
     arguments = vars(parser.parse_args(argv))

@@ -31,7 +31,7 @@ from helpers.tiny_tokenizers import with_words
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM
-from flexgen_h2o.cli import launch, parser
+from flexgen_h2o.cli import launch
 from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.commands import generate
 from flexgen_h2o.config.policy import Workload
@@ -475,7 +475,7 @@ def test_a_good_run_writes_all_results(model, here, capfd):
     assert files == {"o.jsonl", "r.csv", "t.json", "l.log", "o.jsonl.config.yaml",
                      "r.csv.config.yaml", "l.log.config.yaml"}
 
-    config = parser.parse_args([*SHORT, *RESULTS, "--offload-dir", "offload", *ALL_TIERS])
+    config = generate.parse_args([*SHORT, *RESULTS, "--offload-dir", "offload", *ALL_TIERS])
     with LLM("model", dtype="float32", device="cpu") as llm:
         prompts = launch.synthetic_prompts(config, llm.vocab_size)
         expected = llm.generate(prompts, max_new_tokens=5, eos_token_id=-1)
@@ -528,7 +528,7 @@ def test_the_plan_counts_what_is_cached(model, here, argv):
             "--no-log", "--verbose", "0", *argv]
     assert generate.main(argv) == 0
     (row,) = read_csv(here / "r.csv")
-    config = parser.parse_args(argv)
+    config = generate.parse_args(argv)
     sizes = from_transformers(json.loads((model / "config.json").read_text()), "model")
     cache = config.cache()
     plan = memory_plan(sizes, config.policy(), Workload(40, 9, 2, 1), itemsize=4, cache=cache)

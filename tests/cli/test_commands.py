@@ -16,7 +16,7 @@ from helpers.error_cases import command_refused
 from helpers.programs import ROOT
 
 import flexgen_h2o
-from flexgen_h2o.cli import commands, parser
+from flexgen_h2o.cli import commands
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.commands import COMMANDS
 from flexgen_h2o.commands import generate, plan
@@ -75,7 +75,7 @@ def test_flags_alone_are_those_of_generate(monkeypatch):
     monkeypatch.setattr(generate, "run", ran.append)
     flags = ["--model", "summarize", "--gen-len", "3"]
     assert [commands.main(words) for words in (flags, ["generate", *flags])] == [0, 0]
-    assert ran == [parser.parse_args(flags)] * 2
+    assert ran == [generate.parse_args(flags)] * 2
 
 
 def test_unknown_command_suggests_a_name(capsys):

@@ -14,7 +14,7 @@ import torch
 from helpers.error_cases import command_refused
 from helpers.fake_llm import run_stats
 
-from flexgen_h2o.cli import launch, parser, results
+from flexgen_h2o.cli import launch, results
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands import generate
 from flexgen_h2o.config.h2o import H2OConfig
@@ -101,7 +101,7 @@ def refused(capsys, *argv: str) -> str:
      {"model": "opt-125m", "path": "_DUMMY_", "device": "cuda:1", "dtype": "float16"}),
 ])
 def test_flags(argv, expected):
-    config = parser.parse_args(argv)
+    config = generate.parse_args(argv)
     assert {name: getattr(config, name) for name in expected} == expected
 
 
@@ -132,24 +132,24 @@ def test_bad_flags(capsys, argv, match):
 def test_flags_override_the_config_file(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("model: opt-125m\ngen_len: 7\npercent: 0 100 100 0\nprompts: a.txt\n")
-    config = parser.parse_args(["--config", str(path), "--gen-len", "9", "--prompt", "x"])
+    config = generate.parse_args(["--config", str(path), "--gen-len", "9", "--prompt", "x"])
     assert (config.model, config.gen_len, config.prompts) == ("opt-125m", 9, None)
     assert config.percent == (0, 100, 100, 0, 100, 0)
     path.write_text("prompt_len: 64\nnum_prompts: 3\n")
-    assert parser.parse_args(["--config", str(path), "--prompt", "x"]) == RunConfig(
+    assert generate.parse_args(["--config", str(path), "--prompt", "x"]) == RunConfig(
         config=str(path), prompt=("x",))
     path.write_text("log_file: l.log\n")
-    assert parser.parse_args(["--config", str(path), "--no-log"]) == RunConfig(
+    assert generate.parse_args(["--config", str(path), "--no-log"]) == RunConfig(
         config=str(path), no_log=True)
     path.write_text("no_log: true\n")
-    assert parser.parse_args(["--config", str(path), "--log-file", "l.log"]) == RunConfig(
+    assert generate.parse_args(["--config", str(path), "--log-file", "l.log"]) == RunConfig(
         config=str(path), log_file="l.log")
 
 
 def test_ratios_of_layers_from_files(tmp_path):
     (tmp_path / "ratios.yaml").write_text("[0.1, 0.2, 0.3]")
     (tmp_path / "c.yaml").write_text("hh_ratio: ratios.yaml\nrecent_ratio: [0.3, 0.2, 0.1]\n")
-    config = parser.parse_args(["--config", "c.yaml", "--recent-ratio", "0.5"])
+    config = generate.parse_args(["--config", "c.yaml", "--recent-ratio", "0.5"])
     assert config.h2o() == H2OConfig(heavy_ratio=(0.1, 0.2, 0.3), recent_ratio=0.5)
 
 
@@ -292,7 +292,7 @@ def test_the_breakdown_follows_the_table_and_goes_into_the_log(capsys, llm, verb
       "--fetch-chosen", "--fast-set", "0.6"], "-recall0.1-index4-fetch-chosen-fast0.6"),
 ])
 def test_the_log_is_named_after_weights_and_cache(argv, suffix):
-    files = results.result_files(parser.parse_args(argv))
+    files = results.result_files(generate.parse_args(argv))
     assert set(files) == {"log_file"}
     shares = "100-0-0-0" if "--fetch-chosen" in argv else "100-0-100-0"
     assert files["log_file"] == (f"flexgen_h2o-opt-6.7b-gbs4-ngbs1-prompt512-gen32-percent-{shares}"
@@ -347,6 +347,6 @@ def test_a_result_that_fails_late_is_one_line(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["demo", "opt30b_t4"])
 def test_shipped_configs_are_valid(name, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
-    config = parser.parse_args(["--config", f"configs/{name}.yaml"])
+    config = generate.parse_args(["--config", f"configs/{name}.yaml"])
     if config.prompts:
         assert len(launch.read_prompts(config.prompts)) == 3

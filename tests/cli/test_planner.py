@@ -26,7 +26,7 @@ from helpers.subprocesses import environment
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.cli import parser, planner
+from flexgen_h2o.cli import planner
 from flexgen_h2o.cli.launch import workload
 from flexgen_h2o.cli.plan_text import plan_sentences, plan_text, policy_flags
 from flexgen_h2o.cli.run_config import RunConfig
@@ -351,11 +351,11 @@ def test_flags_are_read_back_as_the_same_policy(percent, batch, bits, switches, 
     host, overlap, pin = switches
     run = planned(*percent, batch=batch, bits=bits, cpu_cache_compute=host, overlap=overlap,
                   pin_weight=pin, prefill_chunk=chunk)
-    config = parser.parse_args(shlex.split(policy_flags(run)))
+    config = generate.parse_args(shlex.split(policy_flags(run)))
     assert config.policy() == run.policy
     assert (config.resolved_weight_bits, config.resolved_cache_bits) == bits
     mixed = replace(run, cache=CacheOptions(key_bits=8, value_bits=4))
-    assert parser.parse_args(shlex.split(policy_flags(mixed))).cache() == mixed.cache
+    assert generate.parse_args(shlex.split(policy_flags(mixed))).cache() == mixed.cache
 
 
 def test_plan_text_shows_bound_and_alternatives():
@@ -560,7 +560,7 @@ def test_a_run_plans_first_and_saves_what_it_chose(here, capsys, tmp_path):
     assert captured.err == "measuring disk\n" and here == [("there", True)]
     line = shown_flags(captured.out)
     (llm,) = FakeLLM.opened
-    assert llm.options["policy"] == parser.parse_args(line.split()).policy()
+    assert llm.options["policy"] == generate.parse_args(line.split()).policy()
     policy, load = llm.options["policy"], llm.options["workload"]
     assert policy.weights.disk > 0, "2 GB are too little for 2.6 GB of weights"
     assert (load.gpu_batch_size, load.num_gpu_batches) == (1, 1) and len(llm.prompts) == 1
@@ -581,7 +581,7 @@ def test_planned_experts_reach_the_run(here, capsys, slots, given):
     line = shown_flags(capsys.readouterr().out)
     (llm,) = FakeLLM.opened
     policy = llm.options["policy"]
-    shown = parser.parse_args(line.split()).policy()
+    shown = generate.parse_args(line.split()).policy()
     assert shown.experts.gpu == pytest.approx(policy.experts.gpu, rel=1e-4)
     assert replace(shown, experts=policy.experts) == policy
     assert policy.expert_slots == given and 0 < policy.experts.disk < 100

@@ -8,11 +8,11 @@ from helpers.fake_llm import run_stats
 from helpers.planning_cases import CPU
 from helpers.read_back import read_csv
 
-from flexgen_h2o.cli import parser, planner
+from flexgen_h2o.cli import planner
 from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml
-from flexgen_h2o.commands import bench
+from flexgen_h2o.commands import bench, generate
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.planning import calibrate
@@ -94,7 +94,7 @@ def test_median_of_repeats_and_missing_roofline(monkeypatch):
     def damaged(device, offload_dir):
         raise UserError("x.yaml is damaged")
 
-    config = parser.parse_args(["--device", "cpu"])
+    config = generate.parse_args(["--device", "cpu"])
     assert bench.ideal_plan_of(None, config, "float32") == (
         "not known in float32: rates are measured in bfloat16")
     monkeypatch.setattr(calibrate, "load_calibration", damaged)
