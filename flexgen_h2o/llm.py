@@ -37,7 +37,7 @@ from flexgen_h2o.engine.loading import PreparedModel, prepare_model
 from flexgen_h2o.engine.runner import EngineArgs, Runner
 from flexgen_h2o.engine.tokenizer import OnText, check_list
 from flexgen_h2o.errors import InsufficientMemory, UserError, short_repr
-from flexgen_h2o.files.chat_template import render_chats
+from flexgen_h2o.files.chat_template import ChatRenderer
 from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import Trace
@@ -176,6 +176,7 @@ class LLM(ExclusiveResource):
         self.policy, self.h2o = args.policy, h2o
         self.call_lock = CallLock()
         self._control = ControlChannel(pipeline)
+        self._renderer: tuple[str | None, ChatRenderer] | None = None
         self._sessions: weakref.WeakSet[Stream | RequestSession] = weakref.WeakSet()
         began = time.perf_counter()
         with contextlib.ExitStack() as resources:
@@ -421,7 +422,7 @@ class LLM(ExclusiveResource):
         conversations = check_list("conversation", conversations)
         if conversations and isinstance(conversations[0], Mapping):
             conversations = [conversations]
-        texts = render_chats(self.tokenizer, conversations, chat_template, chat_template_kwargs)
+        texts = self._chat_renderer(chat_template).render_all(conversations, chat_template_kwargs)
         # The template writes special tokens: the tokenizer adds none.
         prompts = [self._prompts.encode(text, key, special=False)
                    for key, text in enumerate(texts)]
@@ -435,6 +436,18 @@ class LLM(ExclusiveResource):
             answers.append(replace(output, prompt=text, content=content,
                                    reasoning_content=reasoning))
         return answers
+
+    def _chat_renderer(self, template: str | None) -> ChatRenderer:
+        """Return the renderer of a template, whose process runs until another template or `close`.
+        """
+        self._check_open()
+        if self._renderer is None or self._renderer[0] != template:
+            if self._renderer is not None:
+                self._renderer[1].close()
+            renderer = ChatRenderer(self.tokenizer, template)
+            self._resources.callback(renderer.close)
+            self._renderer = template, renderer
+        return self._renderer[1]
 
     def follow(self) -> None:
         """Run the worker loop of a pipeline: compute the blocks that the first rank starts.

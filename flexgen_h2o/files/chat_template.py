@@ -56,10 +56,12 @@ class ChatRenderer:
     Raises
     ------
     UserError
-        There is no template.
+        There is no tokenizer or no template.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, *, seconds: float = SECONDS):
+        if tokenizer is None:
+            raise UserError("a chat needs a tokenizer, and the model has none here: give prompts")
         source = template or getattr(tokenizer, "chat_template", None)
         if isinstance(source, Mapping):  # some models have several
             source = source.get("default")
@@ -112,6 +114,27 @@ class ChatRenderer:
             raise UserError(f"the chat template does not take these messages: {reply['error']}")
         return reply["text"]
 
+    def render_all(self, conversations: Sequence[Sequence[Mapping[str, Any]]],
+                   arguments: Any = None) -> list[str]:
+        """Return the prompts for the answers to conversations.
+
+        `arguments` is a mapping of the template's arguments, or None. Raises `UserError`, which
+        names the number of the conversation.
+        """
+        if arguments is not None:
+            check_arguments("arguments of a chat template", arguments)
+        prompts = []
+        for number, messages in enumerate(conversations):
+            if (not isinstance(messages, Sequence) or not messages
+                    or not all(isinstance(message, Mapping) for message in messages)):
+                raise UserError(f"conversation {number} must be a list of messages, such as "
+                                '{"role": "user", "content": "Hello"}')
+            try:
+                prompts.append(self.render(messages, arguments))
+            except UserError as error:
+                raise UserError(f"conversation {number}: {error}") from None
+        return prompts
+
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process if it does not run, without waiting for it, and return it."""
         if self._worker is None:
@@ -158,31 +181,6 @@ def check_arguments(name: str, arguments: object) -> None:
         if engines in arguments:
             raise UserError(f"{name} cannot have {engines!r}, which is no argument of a template's "
                             "own: leave it out")
-
-
-def render_chats(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, Any]]],
-                 template: str | None = None, arguments: Any = None) -> list[str]:
-    """Return the prompts for the answers to conversations.
-
-    `arguments` is a mapping of the template's arguments, or None. Raises `UserError`, which names
-    the number of the conversation.
-    """
-    if tokenizer is None:
-        raise UserError("a chat needs a tokenizer, and the model has none here: give prompts")
-    if arguments is not None:
-        check_arguments("arguments of a chat template", arguments)
-    prompts = []
-    with ChatRenderer(tokenizer, template) as renderer:
-        for number, messages in enumerate(conversations):
-            if (not isinstance(messages, Sequence) or not messages
-                    or not all(isinstance(message, Mapping) for message in messages)):
-                raise UserError(f"conversation {number} must be a list of messages, such as "
-                                '{"role": "user", "content": "Hello"}')
-            try:
-                prompts.append(renderer.render(messages, arguments))
-            except UserError as error:
-                raise UserError(f"conversation {number}: {error}") from None
-    return prompts
 
 
 _START = 120.0  # seconds to import transformers on a busy machine

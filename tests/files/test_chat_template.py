@@ -14,7 +14,7 @@ from helpers.selection import full
 from helpers.tiny_tokenizers import with_words
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from flexgen_h2o.files.chat_template import ChatRenderer, check_arguments, render_chats
+from flexgen_h2o.files.chat_template import ChatRenderer, check_arguments
 
 MESSAGES = [{"role": "system", "content": "Be brief.\n\u2028"},
             {"role": "user", "content": "é <&> 'w1'", "name": None},
@@ -97,7 +97,8 @@ def test_a_hostile_template_is_one_line_within_its_time(renderer, name):
 def test_the_tokenizers_own_template(tokenizer, monkeypatch):
     refused(lambda: ChatRenderer(tokenizer), "has no chat template: give one")
     monkeypatch.setattr(tokenizer, "chat_template", {"default": PLAIN, "tool_use": "x"})
-    assert render_chats(tokenizer, [MESSAGES[3:]]) == ["<user>w3\n"]
+    with ChatRenderer(tokenizer) as renderer:
+        assert renderer.render_all([MESSAGES[3:]]) == ["<user>w3\n"]
 
 
 @pytest.mark.parametrize("messages", [[{"content": b""}], [{1, 2}], ["text"], [[]]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import psutil
 import pytest
 from helpers.error_cases import refused
 from helpers.tiny_tokenizers import with_words
@@ -46,6 +47,18 @@ def test_answers_are_those_of_the_rendered_prompts(llm):
     assert quiet.prompt == "w1 w3 w4 w9 w7" and quiet.prompt_token_ids == [1, 3, 4, 9, 7]
     given, = llm.chat(HELLO, max_new_tokens=1, chat_template="w{{ messages | length }}")
     assert given.prompt_token_ids == [1]
+
+
+def test_chats_share_the_templates_process_until_close(folder):
+    others, started = {*psutil.Process().children()}, []
+    with LLM(folder, dtype="float32") as llm:
+        for template in (None, None, "w{{ messages | length }}"):
+            llm.chat(HELLO, max_new_tokens=1, chat_template=template)
+            started.append({*psutil.Process().children()} - others)
+    first, second, third = started
+    assert len(first) == len(third) == 1 and first == second != third
+    assert not {*psutil.Process().children()} & (first | third)
+    refused(lambda: llm.chat(HELLO), "closed")
 
 
 def test_reasoning_is_apart_from_the_answer(llm, folder, tmp_path):
