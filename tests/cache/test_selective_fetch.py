@@ -183,7 +183,8 @@ CHOSEN = {"fetch_chosen": True}
     (Device, RECALL, CHOSEN, "fetch_chosen has no effect on a cache in memory"),
     (Device, replace(RECALL, simulate=True), {"cache": DISK, **CHOSEN}, "in a simulation"),
     (Device, RECALL, {"cache": DISK, "fast_set": 0.5}, "has no effect without fetch_chosen"),
-    (LazyDevice, RECALL, {"cache": Placement(50, 0, 50), **CHOSEN}, "none is in host memory"),
+    (LazyDevice, RECALL, {"cache": Placement(50, 0, 50), **CHOSEN},
+     "no part of the cache is in host memory"),
     (LazyDevice, RECALL, {"cache": HOST, "cpu_cache_compute": True, **CHOSEN},
      "fetch_chosen has no effect .*leave one of them out")])
 def test_fetch_chosen_without_effect_raises(tiny_model, monkeypatch, device, h2o, policy, words):

@@ -246,7 +246,7 @@ def test_weights_that_are_not_finite(model, here, capfd, value, argv):
 
 @pytest.mark.parametrize(("values", "words"), [
     ({"model_type": "bloom"}, "'bloom' is not supported"),
-    ({"model_type": "flex_olmo", "num_experts": 60}, "mixture of experts"),
+    ({"model_type": "hunyuan_v1_moe", "num_experts": 60}, "mixture of experts"),
     ({"rope_parameters": {"rope_type": "ntk", "factor": 4.0}}, "rope type 'ntk'"),
     ({"quantization_config": {"bits": 4}}, "quantized"),
 ])

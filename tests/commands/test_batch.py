@@ -606,7 +606,7 @@ def test_a_resumed_job_with_other_batches_has_the_same_answers(runs):
     runs(*flags, "--gpu-batch-size", "20")
     whole, lines = runs.texts(), runs.output.read_text().splitlines(keepends=True)
     runs.output.write_text("".join(lines[:7]))
-    assert "going on: " in runs(*flags, "--gpu-batch-size", "3", "--num-gpu-batches", "2")
+    assert "resuming: " in runs(*flags, "--gpu-batch-size", "3", "--num-gpu-batches", "2")
     assert runs.texts() == whole
     assert "was made with batch_invariant True" in runs("--dtype", "bfloat16", status=2)
 

@@ -67,7 +67,7 @@ def test_invalid_inputs_are_refused(tmp_path):
     refused(lambda: JobInput(write(tmp_path / "e", b"\n\n")), "holds no requests")
     os.mkfifo(tmp_path / "pipe")
     writer = os.open(tmp_path / "pipe", os.O_RDWR)
-    refused(lambda: JobInput(str(tmp_path / "pipe")), "is no regular file")
+    refused(lambda: JobInput(str(tmp_path / "pipe")), "is not a regular file")
     os.close(writer)
 
 

@@ -105,14 +105,14 @@ class Job:
 
 
 JOBS = {
-    "rank 1 killed": Job(PIPELINE, [2, -9], "has gone", 1, "kill"),
+    "rank 1 killed": Job(PIPELINE, [2, -9], "has exited", 1, "kill"),
 }
 RARE = {
     "replica 1 killed": Job(REPLICAS, [0, -9], None, 1, "kill", "results"),
     "pipeline": Job(PIPELINE, [0, 0]),
     "rank 1 stopped": Job(PIPELINE, [2, -9], "has not answered for 4 s", 1, "stop"),
     "rank 1 hangs": Job(PIPELINE, [2, 2], "has made no progress for 4 s", 1, "hang"),
-    "rank 0 killed": Job(PIPELINE, [-9, 2], "has gone", 0, "kill"),
+    "rank 0 killed": Job(PIPELINE, [-9, 2], "has exited", 0, "kill"),
     "replica 0 killed": Job(REPLICAS, [-9, 2], GONE, 0, "kill", "results"),
     "replica 0 stopped": Job(REPLICAS, [-9, 2], GONE, 0, "stop", "results"),
     "replicas are pipelines": Job(("--data-parallel", "--pipeline-parallel", "2"), [0] * 4),
@@ -168,10 +168,10 @@ def test_world_size_must_match_the_flags(folder, words_model, monkeypatch, capsy
     (folder / "a.jsonl").write_text('{"prompt": "w3"}\n')
     for started, flags, message in (
             (None, ["--pipeline-parallel", "2"],
-             "--pipeline-parallel 2 is of 2 processes, and 1 has been started: torchrun "
+             "--pipeline-parallel 2 needs 2 processes, and 1 was started: torchrun "
              "--nproc-per-node 2 -m flexgen_h2o.batch --pipeline-parallel 2 ..."),
-            (3, ["--pipeline-parallel", "2"], "of 2 processes, and 3 have been started"),
-            (3, [], "3 processes have been started to do the same: add --pipeline-parallel 3"),
+            (3, ["--pipeline-parallel", "2"], "needs 2 processes, and 3 were started"),
+            (3, [], "3 processes were started for one rank: add --pipeline-parallel 3"),
             (None, ["--rank-timeout", "9"], "--rank-timeout has no effect on one rank")):
         if started is not None:
             for name, value in {"RANK": 0, "WORLD_SIZE": started, "MASTER_ADDR": "localhost",

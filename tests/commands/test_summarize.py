@@ -192,7 +192,8 @@ class FakeLLM(FakeLLM):
         self.h2o, self.policy = options["h2o"], options["policy"]
         self.tokenizer = FakeTokenizer()
         self.model_config = types.SimpleNamespace(
-            num_layers=2, max_positions=60, plain_positions=60, rope="rotary", attention=())
+            num_layers=2, attention_layers=(0, 1), max_positions=60, plain_positions=60,
+            rope="rotary", attention=())
 
     def generate(self, prompts, **options):
         if FakeLLM.fail is not None and FakeLLM.fail[0] == len(FakeLLM.calls):

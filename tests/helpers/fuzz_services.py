@@ -97,7 +97,7 @@ def _gguf_layouts(folder: Path, stack: ExitStack, every: bool) -> Target:
             with checkpoint:
                 for group in source.weights.groups():
                     for spec in group.values():
-                        dtype, shape = source.form.stored(spec)
+                        dtype, shape = source.weight_format.stored(spec)
                         if torch.Size(shape).numel() < MAX_READ:
                             checkpoint.read(names[spec.name], torch.empty(shape, dtype=dtype))
         finally:
@@ -198,6 +198,9 @@ def _http(folder: Path, stack: ExitStack) -> Target:
     served = stack.enter_context(serving([*flags(str(folder / "model"), folder / "data"),
                                           "--max-model-len", "24", "--max-file-size", "4KB"]))
     port = httpx.URL(served.url).port
+    # The first chat starts the process of the chat template.
+    served.http.post("/v1/chat/completions", json={
+        "messages": [{"role": "user", "content": "w3"}], "max_tokens": 1})
     log = logging.getLogger("uvicorn.error")
     errors = stack.enter_context(mock.patch.object(log, "error"))
     file_id = served.upload([request("r", prompt="w3", max_tokens=1)])

@@ -44,7 +44,7 @@ def test_taken_slots_equal_the_reference(isa):
 def test_too_many_or_unknown_tokens_are_errors(take, selected):
     some = state(1, 2, 20)
     before = {name: tensor.clone() for name, tensor in some.items()}
-    with pytest.raises(ValueError, match="assign_slots: a tensor of indices"):
+    with pytest.raises(ValueError, match="assign_slots: an index"):
         take(torch.tensor([[selected]], dtype=torch.int32),
              torch.tensor([20], dtype=torch.int32), newest=3, **some)
     assert all(torch.equal(some[name], before[name]) for name in some)

@@ -121,7 +121,7 @@ def test_truncated_file_returns_the_tokens_before_the_end(file, tmp_path, fetch,
 def test_indices_out_of_range_are_errors(file, fetch, wrong):
     slots = poisoned_slots()
     missing = torch.tensor([(2, 40, 3), wrong]).T.contiguous()
-    with pytest.raises(ValueError, match="fetch_tokens: a tensor of indices"):
+    with pytest.raises(ValueError, match="fetch_tokens: an index"):
         fetch(missing, slots, file=file[1][True], direct=True, offset=OFFSET, layout=LAYOUT,
               read_buffer=Device().host_empty(PAGE))
     assert (slots == UNTOUCHED).all()

@@ -265,15 +265,15 @@ def test_invalid_arguments_raise_and_write_nothing():
     assert same(some["index"], index)
     many = some["metadata"].clone()
     many[1] = many[0] + 1
-    with pytest.raises(ValueError, match="select_keys: a tensor of indices"):
+    with pytest.raises(ValueError, match="select_keys: an index"):
         ops.select_keys(some["q"], some["k"], index=index, metadata=many, layout=layout, top_k=99)
     few = torch.zeros(3, 2, 76, dtype=torch.int32)
-    with pytest.raises(ValueError, match="select_keys: a tensor of indices"):
+    with pytest.raises(ValueError, match="select_keys: an index"):
         ops.select_keys(some["q"], some["k"], index=index, metadata=some["metadata"],
                         layout=layout, top_k=99, log_weights=few)
     assert not few.any()
     selected = torch.full((3, 2, 30), 500, dtype=torch.int32)
-    with pytest.raises(ValueError, match="recall_attention: a tensor of indices"):
+    with pytest.raises(ValueError, match="recall_attention: an index"):
         ops.recall_attention(some["q"], some["k"], some["v"], slots=some["slots"],
                              selected=selected, metadata=some["metadata"])
     with pytest.raises(ValueError, match="index must be"):

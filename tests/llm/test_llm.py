@@ -413,7 +413,7 @@ def test_damaged_files_are_errors_before_the_run(tiny_model, tmp_path, monkeypat
     """Also if the call says which tokens end a text."""
     shutil.copytree(tiny_model("opt").folder, tmp_path / "model")
     (tmp_path / "model" / name).write_text(text)
-    monkeypatch.setattr(runner.Runner, "run", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr(runner.Runner, "run_block", lambda *_, **__: pytest.fail("it ran"))
     with pytest.raises(UserError, match="can't be|is not JSON") as caught, \
             LLM(str(tmp_path / "model"), dtype="float32") as llm:
         llm.generate([[5]], max_new_tokens=2, eos_token_id=-1)

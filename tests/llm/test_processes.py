@@ -25,14 +25,16 @@ def open_files() -> list[str]:
 
 
 def test_an_unreferenced_llm_is_closed(words_model, tmp_path):
-    before = {*threading.enumerate()}
+    weights = f"{words_model}/model.safetensors"
+    before, opened = {*threading.enumerate()}, open_files()
     llm = LLM(words_model, device="cpu", offload_dir=tmp_path,
               policy=Policy(weights=DISK, cache=DISK, activations=DISK))
     llm.generate(["w3 w4"], max_new_tokens=2)
     assert any(str(tmp_path) in path for path in open_files()) and list(tmp_path.iterdir())
     del llm
     assert list(tmp_path.iterdir()) == []
-    assert not [path for path in open_files() if str(tmp_path) in path or words_model in path]
+    assert not [path for path in open_files() if str(tmp_path) in path]
+    assert open_files().count(weights) == opened.count(weights)
     assert not [thread for thread in {*threading.enumerate()} - before
                 if "tqdm" not in repr(thread)]
 

@@ -15,7 +15,7 @@ from helpers.planning_cases import CPU, planned
 from helpers.servers import DEADLINE, flags, request, serving
 
 from flexgen_h2o.config.policy import Workload
-from flexgen_h2o.planning.search import roofline as least
+from flexgen_h2o.planning.search import ideal_plan
 from flexgen_h2o.serving import dashboard, metrics
 from flexgen_h2o.serving.metrics import Metrics, Rate
 from flexgen_h2o.serving.roofline import DecodeRoofline
@@ -175,10 +175,10 @@ def test_roofline_is_that_of_the_rows_and_lengths():
                       decode_slots=24)
     assert roofline.seconds(begun) is None  # no length is known
     ended = replace(begun, num_prompts=8, prompt_tokens=8 * 50, generated_tokens=8 * 10)
-    expected = least(CPU, replace(run, workload=Workload(50, 10, 4, 2))).estimate.step.seconds
+    expected = ideal_plan(CPU, replace(run, workload=Workload(50, 10, 4, 2))).estimate.step.seconds
     assert roofline.seconds(ended) == pytest.approx(3 * expected)
     few = roofline.seconds(replace(begun, decode_slots=12, idle_slots=6))
-    assert few == pytest.approx(3 * least(
+    assert few == pytest.approx(3 * ideal_plan(
         CPU, replace(run, workload=Workload(50, 10, 2, 1))).estimate.step.seconds)
     assert few < 3 * expected
     assert roofline.seconds(run_stats(step_seconds=[])) is None  # prefill alone

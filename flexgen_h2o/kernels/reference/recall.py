@@ -236,7 +236,7 @@ def assign_slots(selected, first_recent, *, slot_of, token_of, log_weights, newe
     heads, num_slots = selected.flatten(0, 1), token_of.shape[1]
     old = (heads >= 0) & (heads < first_recent.repeat_interleave(selected.shape[1])[:, None])
     if (heads >= slot_of.shape[1]).any() or (old.sum(1) > num_slots).any():
-        raise ValueError("assign_slots: a tensor of indices points outside of what it indexes")
+        raise ValueError("assign_slots: an index is out of range")
     slots = (num_slots + heads % newest).where(heads >= 0, -1)
     missing = []
     for head, (tokens, is_old) in enumerate(zip(heads, old, strict=True)):
@@ -346,7 +346,7 @@ def fetch_tokens(missing, slots, *, file, direct, offset, layout, read_buffer):
     head, token, slot = missing
     if (missing < 0).any() or (head >= len(lines)).any() or (slot >= num_slots).any() or (
             token >= layout.head_pages * layout.page_tokens).any():
-        raise ValueError("fetch_tokens: a tensor of indices points outside of what it indexes")
+        raise ValueError("fetch_tokens: an index is out of range")
     page = head * layout.head_pages + token // layout.page_tokens
     nbytes, max_pages = 0, min(layout.max_read_pages, len(read_buffer) // layout.page_bytes)
     for members, together in contiguous_runs(page.tolist(), gap=layout.gap, max_pages=max_pages):
