@@ -1,8 +1,8 @@
 """The loop that computes: live requests and lines of batches share its blocks. No torch.
 
 Live requests come first. What they leave is for batches: the oldest one has half of it, the next
-one half of the rest, and so on. At most `_WINDOW_BLOCKS`
-blocks of the requests of batches are in memory.
+one half of the rest, and so on. At most `_WINDOW_BLOCKS` blocks of the requests of batches are in
+memory.
 """
 
 from __future__ import annotations
