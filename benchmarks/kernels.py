@@ -348,7 +348,7 @@ def linear_by(implementation: str, weight: torch.Tensor, *, x: torch.Tensor,
 
 
 def invariance(rows: TimedRows, quick: bool) -> None:
-    """Time batch-invariant matmuls beside those of `dispatch`, with weights in 16 and 4 bits."""
+    """Time matmuls with and without batch invariance, with weights in 16 and 4 bits."""
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weight = weight[: MATRIX[0] // 16] if quick else weight
     matrix = quantized(weight, bits=4)

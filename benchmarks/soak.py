@@ -11,9 +11,9 @@ on disk. Meanwhile
   only root can mount; without, nothing is filled,
 - the wall clock of all processes jumps by hours, if Debian's package libfaketime is installed.
 
-Every text is compared with those of an undisturbed run. In the second half the server's memory must
-not grow, and at the end it must have about as many descriptors as a fresh one. A row is appended to
-results/reliability_soak.csv. The exit status is 1 if anything was wrong.
+Every text must equal the same text of an undisturbed run. In the second half the server's memory
+must not grow, and at the end it must have about as many descriptors as a fresh one. A row is
+appended to results/reliability_soak.csv. The exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COMMON = ["--dtype", "float32", "--device", "cpu"]
 SERVER = ["--percent", "0", "60", "50", "0", "--gpu-batch-size", "4", "--max-model-len", "160",
           "--max-block-seconds", "5"]
 KINDS = {"full": [], "h2o": ["--hh-ratio", "0.2"]}
-"""Flags of kinds of jobs, whose texts differ. The server's texts are those of the first."""
+"""Flags of each kind of batch job. The server generates the texts of the first kind."""
 ON_DISK = ["--percent", "0", "30", "0", "0", "--gpu-batch-size", "3", "--num-gpu-batches", "2"]
 DISK_BYTES = 400 << 20
 MOST_GROWTH = 1.0
@@ -184,7 +184,7 @@ class Soak:
             self.counts[name] += 1
 
     def check(self, what: str, texts: Mapping[str, str], kind: str = "full") -> None:
-        """Compare texts with those of an undisturbed run."""
+        """Compare texts with the reference texts of an undisturbed run."""
         for name, text in texts.items():
             self.count("texts_compared")
             if text != self.expected[kind][name]:

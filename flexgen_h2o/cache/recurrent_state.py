@@ -85,7 +85,7 @@ class RecurrentStates:
         return all(part.is_resident for part in self.parts)
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Start a block. Discard all states but those of sequences that continue in the block."""
+        """Start a block. Keep the states of continued sequences and discard the others."""
         continues = any(batch_layout.has_continued for batch_layout in batches)
         for part in self.parts:
             if continues:

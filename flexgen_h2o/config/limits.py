@@ -129,7 +129,7 @@ SLOT_TILE = 64
 """Cache slots whose keys or values a thread dequantizes at once."""
 
 PART_SLOTS = 256
-"""Cache slots whose attention is summed before it is added to that of the slots before them."""
+"""Slots of a split of decode attention. Splits are combined in order."""
 
 MIN_TASKS = 64
 """Minimum number of tasks into which few heads are split, for any number of threads; each task has
