@@ -7,8 +7,9 @@ on disk. Meanwhile
 
 - jobs are killed at random moments and started again, in the first half the server, too,
 - a neighbour process takes gigabytes of memory and frees them,
-- the disk of the server's data and of all offload files fills up and is freed. It is a tmpfs, which
-  only root can mount; without, nothing is filled,
+- the disk of the server's data and of all offload files fills up and is freed, and its rate is
+  bounded by the cgroup controller of I/O. Only root can mount this disk and bound its rate; for
+  other users the disk stays as it is,
 - the wall clock of all processes jumps by hours, if Debian's package libfaketime is installed.
 
 Every text must equal the same text of an undisturbed run. In the second half the server's memory
@@ -52,6 +53,8 @@ KINDS = {"full": [], "h2o": ["--hh-ratio", "0.2"]}
 """Flags of each kind of batch job. The server generates the texts of the first kind."""
 ON_DISK = ["--percent", "0", "30", "0", "0", "--gpu-batch-size", "3", "--num-gpu-batches", "2"]
 DISK_BYTES = 400 << 20
+SLOW_DISK = (1 << 20, 4 << 20, 16 << 20)
+"""Bytes a second that a slow disk reads, and writes."""
 MOST_GROWTH = 1.0
 """MB an hour by which the server's memory may grow. A trial of minutes says nothing about it."""
 MOST_DESCRIPTORS = 8
@@ -376,6 +379,14 @@ class Soak:
             self.stop.wait(draw.uniform(2, 15))
             filler.unlink()
 
+    def slow_disk(self, draw: random.Random) -> None:
+        """Bound the rate of the small disk for some seconds, again and again."""
+        while self.fills is not None and not self.stop.wait(draw.uniform(30, 90)):
+            if bound_rate(self.fills, draw.choice(SLOW_DISK)):
+                self.count("disk_slowdowns")
+                self.stop.wait(draw.uniform(5, 30))
+                bound_rate(self.fills, None)
+
     def clock_jumps(self, draw: random.Random) -> None:
         """Let the wall clock of all processes jump."""
         while self.clock.exists() and not self.stop.wait(draw.uniform(10, 60)):
@@ -400,7 +411,8 @@ class Soak:
         self.server.start()
         self.began = time.monotonic()
         load = [self.live, self.live, self.batches, self.jobs]
-        trouble = [self.kills, self.pressure, self.full_disk, self.clock_jumps, self.watch]
+        trouble = [self.kills, self.pressure, self.full_disk, self.slow_disk, self.clock_jumps,
+                   self.watch]
         threads = [threading.Thread(target=self._guarded, args=(work, number), daemon=True)
                    for number, work in enumerate(load + trouble)]
         for thread in threads:
@@ -449,21 +461,49 @@ class Soak:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path | None]:
-    """Mount a disk of `DISK_BYTES`; None without the right to."""
+    """Mount a file system of `DISK_BYTES` in a file; None without the right to."""
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "soak", str(folder)]
-    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+    image = folder.with_suffix(".img")
+    with open(image, "wb") as file:
+        file.truncate(DISK_BYTES)
+    commands = (["mkfs.ext4", "-q", "-m", "0", str(image)],
+                ["mount", "-o", "loop", str(image), str(folder)])
+    if os.geteuid() or any(subprocess.run(command, capture_output=True).returncode
+                           for command in commands):
         yield None
         return
     try:
         yield folder
     finally:
+        bound_rate(folder, None)
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+def bound_rate(disk: Path, rate: int | None) -> bool:
+    """Bound the bytes a second of a mounted disk; None lifts the bound.
+
+    Return False if this user or this kernel cannot.
+    """
+    number = os.stat(disk).st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    if (blkio := Path("/sys/fs/cgroup/blkio")).exists():  # cgroup version 1
+        lines = {blkio / f"blkio.throttle.{way}_bps_device": f"{device} {rate or 0}"
+                 for way in ("read", "write")}
+    else:
+        group = Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
+        limit = rate or "max"
+        lines = {Path("/sys/fs/cgroup", group, "io.max"): f"{device} rbps={limit} wbps={limit}"}
+    try:
+        for path, line in lines.items():
+            path.write_text(line)
+    except OSError:
+        return False
+    return True
+
+
 COUNTS = ("live_answers", "streams_left", "streams_given_up", "batches", "jobs", "texts_compared",
-          "server_kills", "job_kills", "connections_lost", "disk_fills", "jobs_without_disk",
-          "answers_507", "answers_503", "answers_429", "clock_jumps")
+          "server_kills", "job_kills", "connections_lost", "disk_fills", "disk_slowdowns",
+          "jobs_without_disk", "answers_507", "answers_503", "answers_429", "clock_jumps")
 COLUMNS = ("hours", *COUNTS, "wrong", "growth_mb_per_hour", "growth_hours", "memory_mb",
            "leaked_descriptors", "cpu", "date", "commit")
 
