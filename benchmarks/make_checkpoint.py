@@ -131,8 +131,7 @@ def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0,
     cfg = shape_of(model, layers)
     config = hf_config(cfg, dtype)
     number = torch_dtype(dtype)
-    shapes = {spec.name: tuple(spec.shape) for group in cfg.weights.groups()
-              for spec in group.values()}
+    shapes = {name: spec.shape for name, spec in cfg.weights.by_name().items()}
     stacks = stacks_of(cfg, list(shapes))
     checkpoint = DummyCheckpoint(shapes, number, seed)
     layout = {name: (number, _stacked([shapes[part] for part in stacks[name]], cfg))

@@ -339,7 +339,7 @@ def _write(folder: Path, config: ModelConfig, target: Path, weights: str) -> Non
 
     plain = GGMLQuantizationType.F32
     known = ARCHITECTURES[_NAMES[config.family]]
-    specs = {spec.name: spec for group in config.weights.groups() for spec in group.values()}
+    specs = config.weights.by_name()
     tensors = _tensors(config, GGMLQuantizationType[weights], plain)
     writer = GGUFWriter(_file(target), _NAMES[config.family])
     _add_metadata(writer, config)
@@ -375,14 +375,14 @@ def _write(folder: Path, config: ModelConfig, target: Path, weights: str) -> Non
 def _tensors(config: ModelConfig, weights: GGMLQuantizationType, plain: GGMLQuantizationType
              ) -> list[FileTensor]:
     """Return the tensors of the file. Raises `UserError` if rows do not fill blocks."""
-    specs = {spec.name: spec for group in config.weights.groups() for spec in group.values()}
+    specs = config.weights.by_name()
     parts: dict[str, list[str]] = {}
     for name in specs:
         parts.setdefault(_gguf_name(name, config), []).append(name)
     tensors = []
     for name, names in parts.items():
         shape = specs[names[0]].shape
-        kind = plain if len(shape) == 1 or shape in config.exact_shapes else weights
+        kind = plain if len(shape) == 1 or shape in config.never_quantized else weights
         if kind != plain and shape[1] % _BLOCK:
             raise UserError(f"{config.name}: rows of {shape[1]} weights are not whole blocks of "
                             f"{_BLOCK}")

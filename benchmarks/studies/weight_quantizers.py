@@ -104,7 +104,7 @@ def main() -> None:
         quantize_by_llama_cpp(plain, quantized)
         tensors = read_header(quantized).tensors.values()
         file_bits = 8 * sum(
-            int(np.prod(tensor.shape)) // tensor.kind.elements * tensor.kind.nbytes
+            int(np.prod(tensor.shape)) // tensor.ggml_type.elements * tensor.ggml_type.nbytes
             for tensor in tensors) / sum(int(np.prod(tensor.shape)) for tensor in tensors)
         full += score(str(args.source), weight_bits=16)[0]
         four = {"weight_bits": 4, "weight_cache": None}

@@ -36,8 +36,8 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import strip_prompt
 from flexgen_h2o.files.readers import read_json_records, read_text
 from flexgen_h2o.kernels.matrix import ShardedMatrix
-from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import WeightFormat
+from flexgen_h2o.models.tensors import TensorSpec
 from flexgen_h2o.storage.free_memory import free_memory
 from flexgen_h2o.storage.tiers import Device
 
@@ -155,12 +155,10 @@ def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequen
 
 def _placement(source: ModelSource, device: Device, args: EngineArgs) -> Placement:
     """Return the placement of all weights on the fastest tier on which they fit."""
-    names: dict[str, int] = {}
-    for group in source.weights.groups():
-        names |= {spec.name: source.weight_format.nbytes(spec) for spec in group.values()}
     limits = free_memory(args.offload_dir, device.free_bytes()).capped(
         cpu=args.memory_limit, gpu=args.device_memory_limit)
-    nbytes = sum(names.values()) + _PASS_BYTES
+    nbytes = _PASS_BYTES + sum(map(source.weight_format.nbytes,
+                                   source.weights.by_name().values()))
     if device.separate and nbytes < limits.gpu_bytes or (
             not device.separate and nbytes < limits.cpu_bytes):
         return Placement(100, 0, 0)

@@ -241,7 +241,7 @@ class Runner:
         resources.callback(checkpoint.close)
         weights = source.weights.slice_layers(self.stage.first, self.stage.last)
         if args.policy.sep_layer:
-            weights = weights.separated()
+            weights = weights.split_halves()
         self.weights = WeightStore(
             weights, WeightFiles(checkpoint, names, source.weight_format, self._transfers,
                                  verify=args.verify),

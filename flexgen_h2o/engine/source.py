@@ -41,7 +41,7 @@ from flexgen_h2o.models.gguf.checkpoint import GgufCheckpoint
 from flexgen_h2o.models.gguf.config import unify_layouts
 from flexgen_h2o.models.gguf.conversion import describe_gguf
 from flexgen_h2o.models.gguf.header import GgufHeader, read_header
-from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.quantization import Quantization, quantization, weight_options
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, WeightFormat, cached, tag
 from flexgen_h2o.models.registry import (
@@ -52,6 +52,7 @@ from flexgen_h2o.models.registry import (
     read_config,
 )
 from flexgen_h2o.models.sources import checkpoint_folder, gguf_of
+from flexgen_h2o.models.tensors import ModelWeights, TensorSpec
 from flexgen_h2o.storage.tiers import Device
 
 _log = logging.getLogger(__name__)
@@ -120,8 +121,8 @@ class ModelSource:
         options = weight_options(self.codes, self.bits, self.config, self.quantization,
                                  on_gpu=self.on_gpu)
         options = replace(options, activation_bits=self.activation_bits)
-        float32 = frozenset(name for name, spec in _specs(self.weights).items() if spec.float32)
-        return WeightFormat(self.dtype, options, frozenset(self.config.exact_shapes), float32)
+        float32 = frozenset(name for name, spec in self.weights.by_name().items() if spec.float32)
+        return WeightFormat(self.dtype, options, frozenset(self.config.never_quantized), float32)
 
     def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
         """Return True if the disk tier writes the weights: no file has them in `weight_format`."""
@@ -138,8 +139,8 @@ class ModelSource:
         if not self.dummy or self.bits == 16 or weight_cache is None:
             return None
         weight_format = self.weight_format
-        sizes = {name: weight_format.nbytes(spec) for name, spec in _specs(self.weights).items()}
-        shapes = [spec.shape for spec in _specs(self.weights).values()]
+        sizes = {name: weight_format.nbytes(spec) for name, spec in self.weights.by_name().items()}
+        shapes = [spec.shape for spec in self.weights.by_name().values()]
         title = f"{self.config.name.replace('/', '--')}-dummy-{self.bits}bit"
         key = [seed, str(self.dtype), self.bits, weight_format.options.group, shapes]
         key += [sorted(weight_format.options.mxfp4)] if weight_format.options.mxfp4 else []
@@ -171,7 +172,7 @@ class ModelSource:
         UserError
             A shard is missing or damaged, a tensor is missing or has a wrong shape.
         """
-        specs = _specs(self.weights)
+        specs = self.weights.by_name()
         if self.dummy:
             shapes = {name: tuple(spec.shape) for name, spec in specs.items()}
             checkpoint: Any = DummyCheckpoint(shapes, self.dtype, seed)
@@ -363,7 +364,7 @@ def _check_adapter(folder: Path) -> None:
 
 def _has_codes(gguf: GgufHeader) -> bool:
     """Return True if a GGUF file has quantized matrices."""
-    return any(tensor.kind.bits != 16 and len(tensor.shape) > 1
+    return any(tensor.ggml_type.bits != 16 and len(tensor.shape) > 1
                for tensor in gguf.tensors.values())
 
 
@@ -400,9 +401,9 @@ def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, Weig
         checkpoint = unstacked(plain, _views(config))
         names = checkpoint.names()
         weights = kind.weights(config)
-        head_names = resolve(checkpoint, _specs(weights).values(), kind.aliases)
-        longer = kind.weights(config.longer())
-        beyond = [name for spec in longer.layers[-1].values() for name in kind.aliases(spec.name)]
+        head_names = resolve(checkpoint, weights.by_name().values(), kind.aliases)
+        extended = kind.weights(config.with_extra_layer())
+        beyond = [name for spec in extended.layers[-1].values() for name in kind.aliases(spec.name)]
         extra = next((name for name in beyond if name in names), None)
         if extra is not None and not config.extra_layers:
             raise UserError(f"{checkpoint.source} has a tensor {extra}, but config.json calls for "
@@ -413,7 +414,7 @@ def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, Weig
         if config.tie_word_embeddings:
             _refuse_own_head(config, checkpoint)
         return weights, _stored_options(config, weights, {
-            name: checkpoint.stored_layout(head_names[name]) for name in _specs(weights)})
+            name: checkpoint.stored_layout(head_names[name]) for name in weights.by_name()})
 
 
 def _stored_options(config: ModelConfig, weights: ModelWeights,
@@ -422,11 +423,11 @@ def _stored_options(config: ModelConfig, weights: ModelWeights,
     stored = {name: layout for name, layout in layouts.items() if layout is not None}
     for specs in chain.from_iterable(weights.experts):
         unify_layouts(stored, specs["gate"].name, specs["up"].name)
-    exact = frozenset(config.exact_shapes)
+    never = config.never_quantized
     stored = {name: layout for name, layout in stored.items()
-              if (layout.outputs, layout.inputs) not in exact}
-    plain = tuple((spec.shape[0], spec.shape[1]) for name, spec in _specs(weights).items()
-                  if len(spec.shape) == 2 and name not in stored and spec.shape not in exact
+              if (layout.outputs, layout.inputs) not in never}
+    plain = tuple((spec.shape[0], spec.shape[1]) for name, spec in weights.by_name().items()
+                  if len(spec.shape) == 2 and name not in stored and spec.shape not in never
                   and not spec.float32)
     return WeightOptions(layouts=stored, unquantized_shapes=plain) if stored else WeightOptions()
 
@@ -462,11 +463,6 @@ def _same(checkpoint: Checkpoint, *names: str) -> bool:
 def _views(config: ModelConfig) -> Mapping[str, Sequence[View]]:
     """Return the parts of a checkpoint's tensors that are tensors of the model."""
     return family(config).views(config)
-
-
-def _specs(weights: ModelWeights) -> dict[str, TensorSpec]:
-    """Return all tensors by canonical name."""
-    return {spec.name: spec for group in weights.groups() for spec in group.values()}
 
 
 def _dtype(name: str, config: ModelConfig, device: Device) -> torch.dtype:

@@ -26,8 +26,8 @@ from flexgen_h2o.files.disk_cache import CacheFolder, locked, use
 from flexgen_h2o.files.writing import open_atomic
 from flexgen_h2o.kernels.matrix import Matrix
 from flexgen_h2o.models.checkpoint import Checkpoint
-from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import WeightFormat
+from flexgen_h2o.models.tensors import TensorSpec
 from flexgen_h2o.storage.disk import AlignedRead, Checksums, Extent, RunFolder, plan_reads
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import Transfers

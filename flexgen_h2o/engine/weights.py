@@ -31,7 +31,7 @@ from flexgen_h2o.engine.weight_streaming import RowShard, ShardStream, shard_wei
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix, ShardedMatrix
-from flexgen_h2o.models.model_config import ModelWeights, TensorSpec
+from flexgen_h2o.models.tensors import ModelWeights, TensorSpec
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import (

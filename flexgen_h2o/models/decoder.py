@@ -4,7 +4,7 @@
 
 - "q", "k", "v" or the fused "qkv", and "out": projections of attention,
 - "out_gate": attention's output is multiplied by the sigmoid of this projection,
-- "gate" and "up" or the fused "gate_up", and "down": the gated MLP,
+- "gate" and "up" or the fused "gate_up", and "down": the gated MLP; without a gate "up" and "down",
 - "ln1", "ln2": norms before attention and MLP; "post1", "post2": norms of their outputs,
 - "q_norm", "k_norm": norms of queries and keys, per head or over all heads, by their width,
 - "q_norm0", "k_norm0" and so on: layer norms without bias, one for each head.
@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec, renamed
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.rope import RopeConfig, read_rope
+from flexgen_h2o.models.tensors import ModelWeights, TensorSpec, renamed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,11 +48,19 @@ class Decoder:
     Attributes
     ----------
     DEFAULTS : mapping of str to mapping
-        By model type, the values that transformers assumes for keys missing in config.json.
+        By model type, the values that transformers assumes for keys missing in config.json, where
+        they are not those of `fields.LLAMA`.
     prefixes : tuple of (str, str)
         Pairs (canonical, other) of prefixes of tensor names in checkpoints.
+    embedding, final_norm, output, layers : str
+        Names in checkpoints of the token table, of the norm before the output matrix, of that
+        matrix, and of the list of layers.
+    norms : mapping of str to str
+        Names in a layer of its norms, by short name.
     norm_bias : bool
-        Whether the last norm has a bias.
+        Whether norms have biases.
+    qk_norm_of_all_heads : bool
+        Whether queries and keys are normed over all heads, instead of each head.
     """
 
     DEFAULTS: ClassVar[Mapping[str, Mapping[str, Any]]]
@@ -59,11 +69,41 @@ class Decoder:
     prefixes: tuple[tuple[str, str], ...] = (
         ("model.", ""), ("model.", "language_model.model."), ("model.", "model.language_model."),
         ("lm_head.", "language_model.lm_head."))
+    embedding, final_norm, output, layers = (
+        "model.embed_tokens", "model.norm", "lm_head", "model.layers")
+    norms: Mapping[str, str] = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
     norm_bias = False
+    qk_norm_of_all_heads = False
 
     def read(self, f: Fields) -> ModelConfig:
         """Return the sizes and options that a config.json describes."""
         raise NotImplementedError
+
+    def common(self, f: Fields, rope: RopeConfig | None = None, *, activation: str = "hidden_act",
+               eps: str = "rms_norm_eps", bias: str = "attention_bias") -> dict[str, Any]:
+        """Return the `ModelConfig` fields that decoders with rotary positions share.
+
+        Parameters
+        ----------
+        rope : RopeConfig, optional
+            None: `read_rope`, of whole heads.
+        activation, eps : str
+            Keys of the activation function and of the norms' epsilon.
+        bias : str
+            Key of the flag for biases of queries, keys, values and attention's output; empty if
+            there are no biases.
+        """
+        sizes, rope = f.sizes(), rope or read_rope(f)
+        has_bias = bool(bias) and f.flag(bias)
+        return sizes | {
+            "max_positions": rope.max_positions(sizes["max_positions"]),
+            "rope": rope,
+            "ffn_size": f.count("intermediate_size"),
+            "activation": f.value(str, activation),
+            "norm_eps": f.number(eps),
+            "attention_bias": has_bias,
+            "out_bias": has_bias,
+        }
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """Return the names that a checkpoint may use for a tensor, the canonical one first."""
@@ -72,13 +112,13 @@ class Decoder:
     def weights(self, cfg: ModelConfig) -> ModelWeights:
         """Return the tensors of a model, by short names."""
         table = (cfg.vocab_size, cfg.hidden_size)
-        tokens = TensorSpec("model.embed_tokens.weight", table)
-        matrix = tokens if cfg.tie_word_embeddings else TensorSpec("lm_head.weight", table)
-        head = norm_specs("norm", "model.norm", cfg.hidden_size, self.norm_bias)
-        head["lm_head"] = matrix
-        if cfg.head_bias:
-            head["lm_head_bias"] = TensorSpec("lm_head.bias", table[:1])
-        layers = tuple(self.layer_specs(cfg, f"model.layers.{i}.") for i in range(cfg.num_layers))
+        tokens = TensorSpec(f"{self.embedding}.weight", table)
+        head = {**norm_specs("norm", self.final_norm, cfg.hidden_size, self.norm_bias),
+                **linear_specs("lm_head", self.output, table, cfg.head_bias)}
+        if cfg.tie_word_embeddings:
+            head["lm_head"] = tokens
+        layers = tuple(self.layer_specs(cfg, f"{self.layers}.{layer}.")
+                       for layer in range(cfg.num_layers))
         return ModelWeights({"tokens": tokens}, layers, head, tables=("tokens",),
                             mlp=("ln2", "gate", "up", "gate_up", "down", "post2"))
 
@@ -87,26 +127,42 @@ class Decoder:
 
         Matrices are in the order of their use.
         """
-        return {**norm_specs("ln1", f"{prefix}input_layernorm", cfg.hidden_size),
-                **norm_specs("ln2", f"{prefix}post_attention_layernorm", cfg.hidden_size),
-                **attention_specs(cfg, prefix), **mlp_specs(cfg, prefix),
-                **self.qk_norm_specs(cfg, prefix)}
+        specs = {**self.layer_norm_specs(cfg, prefix), **self.attention_specs(cfg, prefix),
+                 **self.mlp_specs(cfg, prefix)}
+        # With a parallel residual `attention_output` computes the MLP first.
+        return move_last(specs, "out") if cfg.parallel_residual else specs
+
+    def layer_norm_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        """Return the norms of one layer, but for those of queries and keys."""
+        return {short: spec for norm, name in self.norms.items() for short, spec in norm_specs(
+            norm, f"{prefix}{name}", cfg.hidden_size, self.norm_bias).items()}
+
+    def attention_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        """Return the attention of one layer, or what replaces it."""
+        return {**attention_specs(cfg, prefix), **self.qk_norm_specs(cfg, prefix)}
 
     def qk_norm_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
         """Return the norms of queries and keys of one layer; none unless the model has them."""
         if not cfg.qk_norm:
             return {}
-        widths = zip(("q_norm", "k_norm"), self.qk_norm_widths(cfg), strict=True)
-        return {short: spec for name, width in widths
-                for short, spec in norm_specs(name, f"{prefix}self_attn.{name}", width).items()}
+        widths = ((cfg.q_size, cfg.kv_size) if self.qk_norm_of_all_heads
+                  else (cfg.head_dim, cfg.head_dim))
+        return {**norm_specs("q_norm", f"{prefix}self_attn.q_norm", widths[0]),
+                **norm_specs("k_norm", f"{prefix}self_attn.k_norm", widths[1])}
 
-    def qk_norm_widths(self, cfg: ModelConfig) -> tuple[int, int]:
-        """Return the widths of the norms of queries and keys."""
-        return cfg.head_dim, cfg.head_dim
+    def mlp_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        """Return the MLP of one layer."""
+        return mlp_specs(cfg, prefix)
 
     def views(self, cfg: ModelConfig) -> dict[str, Sequence[View]]:
         """Return where the model's tensors lie inside larger tensors of checkpoints, by name."""
         return {}
+
+    def views_of(self, tensor: str, **options: Any) -> tuple[View, ...]:
+        """Return views of a tensor of a checkpoint, under each of its names."""
+        from flexgen_h2o.models.checkpoint import View  # here, because it imports torch
+
+        return tuple(View(name, **options) for name in self.aliases(tensor))
 
     def embed(self, cfg: ModelConfig, w: Mapping[str, Tensor],
               lookup: Callable[[str, Tensor], Tensor], ids: Tensor, positions: Tensor) -> Tensor:
@@ -183,10 +239,8 @@ class Decoder:
         for block in row_blocks(len(x)):
             source = attended[block]
             if "out_gate" in w:
-                gate = ops.get("out_gate", tuple(source.shape), x.dtype)
-                ops.linear(normed(cfg, w, "ln1", x[block], ops), w["out_gate"],
-                           w.get("out_gate_bias"), out=gate)
-                source = ops.gate_(source, gate)
+                normed_x = normed(cfg, w, "ln1", x[block], ops)
+                source = ops.gate_(source, product(w, "out_gate", normed_x, ops))
             add_linear_(cfg, w, x[block], source, ops, matrix="out", post_norm="post1")
         return x
 
@@ -196,20 +250,19 @@ class Decoder:
         raise NotImplementedError
 
     def mlp(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, ops: Operations) -> Tensor:
-        """Add ``down(act(gate(norm(x))) * up(norm(x)))`` to x [rows, hidden] and return x."""
-        name = "ln1" if cfg.parallel_residual else "ln2"
+        """Add ``down(act(gate(norm(x))) * up(norm(x)))`` to x [rows, hidden] and return x.
+
+        Without a gate, add ``down(act(up(norm(x))))``.
+        """
+        name = "ln2" if "ln2" in w else "ln1"  # with a parallel residual they may be one
         for block in row_blocks(len(x)):
             source = normed(cfg, w, name, x[block], ops)
             if "gate_up" in w:
-                both = ops.get("gate_up", (len(source), 2 * cfg.ffn_size), x.dtype)
-                ops.linear(source, w["gate_up"], w.get("gate_up_bias"), out=both)
-                gate, up = both.split(cfg.ffn_size, dim=-1)
+                wide, *factor = product(w, "gate_up", source, ops).split(cfg.ffn_size, dim=-1)
             else:
-                gate, up = (ops.get(name, (len(source), cfg.ffn_size), x.dtype)
-                            for name in ("gate", "up"))
-                ops.linear(source, w["gate"], w.get("gate_bias"), out=gate)
-                ops.linear(source, w["up"], w.get("up_bias"), out=up)
-            wide = ops.activate_(gate, cfg.activation, up)
+                wide, *factor = (product(w, matrix, source, ops) for matrix in ("gate", "up")
+                                 if matrix in w)
+            ops.activate_(wide, cfg.activation, *factor)
             add_linear_(cfg, w, x[block], wide, ops, matrix="down", post_norm="post2")
         return x
 
@@ -258,6 +311,31 @@ def mlp_specs(cfg: ModelConfig, prefix: str, block: str = "mlp") -> dict[str, Te
     return {**linear_specs("gate", f"{name}.gate_proj", (ffn, hidden), cfg.mlp_bias),
             **linear_specs("up", f"{name}.up_proj", (ffn, hidden), cfg.mlp_bias),
             **linear_specs("down", f"{name}.down_proj", (hidden, ffn), cfg.mlp_bias)}
+
+
+def fused_mlp_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+    """Return a gated MLP without biases whose gate and up are one matrix."""
+    hidden, ffn = cfg.hidden_size, cfg.ffn_size
+    return {**linear_specs("gate_up", f"{prefix}mlp.gate_up_proj", (2 * ffn, hidden)),
+            **linear_specs("down", f"{prefix}mlp.down_proj", (hidden, ffn))}
+
+
+def move_last(specs: Mapping[str, TensorSpec], matrix: str) -> dict[str, TensorSpec]:
+    """Return a table with a matrix, and its bias, at the end."""
+    moved = {short: spec for short, spec in specs.items() if short in (matrix, f"{matrix}_bias")}
+    return {short: spec for short, spec in specs.items() if short not in moved} | moved
+
+
+def layer_number(prefix: str) -> int:
+    """Return the number of the layer whose tensor names begin with `prefix`."""
+    return int(prefix.split(".")[-2])
+
+
+def product(w: Mapping[str, Tensor], matrix: str, x: Tensor, ops: Operations) -> Tensor:
+    """Return ``x @ w[matrix].T``, plus the bias if there is one, in a buffer [rows, outputs]."""
+    out = ops.get(matrix, (len(x), len(w[matrix])), x.dtype)
+    ops.linear(x, w[matrix], w.get(f"{matrix}_bias"), out=out)
+    return out
 
 
 def add_linear_(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, source: Tensor,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Protocol
+from types import MappingProxyType
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -24,12 +25,12 @@ _MAX_VALUES = {"num_hidden_layers": 1 << 12, "vocab_size": MAX_TOKENS,
                                 "num_experts_per_tok", "moe_k"), 1 << 10)}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-
-class Rotation(Protocol):
-    """The interface of `rope.RopeConfig`, which imports this module."""
-
-    def reach(self, max_positions: int) -> int:
-        """Return the context of a model whose config.json has `max_positions`."""
+LLAMA: Mapping[str, Any] = MappingProxyType({
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False,
+    "tie_word_embeddings": False})
+"""The values that transformers assumes for keys missing in the config.json of a LLaMA."""
 
 
 class Fields:
@@ -42,11 +43,15 @@ class Fields:
     values : mapping
         The content of config.json.
     defaults : mapping
-        The values that transformers assumes for missing keys.
+        The values that transformers assumes for missing keys; others are those of `LLAMA`.
+    family : str
+        A module of `families`.
     """
 
-    def __init__(self, name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]):
-        self.name, self.values, self.defaults = name, values, defaults
+    def __init__(self, name: str, values: Mapping[str, Any], defaults: Mapping[str, Any],
+                 family: str):
+        self.name, self.values, self.family = name, values, family
+        self.defaults: Mapping[str, Any] = {**LLAMA, **defaults}
 
     def raw(self, key: str) -> Any:
         """Return the unchecked value of a key; the default if it is missing or null."""
@@ -122,7 +127,7 @@ class Fields:
             raise UserError(f"{self.name}: {key} = {self.raw(key)} is not supported in a "
                             f"{self.values.get('model_type')} model")
 
-    def common(self, family: str, *, grouped: bool = True) -> dict[str, Any]:
+    def sizes(self, *, grouped: bool = True) -> dict[str, Any]:
         """Return the `ModelConfig` fields that have the same keys in every model type.
 
         Parameters
@@ -134,7 +139,7 @@ class Fields:
         extra = first(self.raw("num_nextn_predict_layers"), self.raw("num_mtp_layers"), 0)
         return {
             "name": self.name,
-            "family": family,
+            "family": self.family,
             "vocab_size": self.count("vocab_size"),
             "hidden_size": self.count("hidden_size"),
             "num_layers": self.count("num_hidden_layers"),
@@ -147,24 +152,6 @@ class Fields:
             "bos_token_id": next(iter(self.tokens("bos_token_id")), None),
             "extra_layers": self.fit(Annotated[int, Meta(ge=0)], extra, "num_nextn_predict_layers"),
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-        }
-
-    def decoder(self, family: str, rope: Rotation, *, activation: str = "hidden_act",
-                eps: str = "rms_norm_eps") -> dict[str, Any]:
-        """Return `common` and the fields of decoders with rotary positions.
-
-        Parameters
-        ----------
-        activation, eps : str
-            Keys of the activation function and of the norms' epsilon.
-        """
-        common = self.common(family)
-        return common | {
-            "max_positions": rope.reach(common["max_positions"]),
-            "rope": rope,
-            "ffn_size": self.count("intermediate_size"),
-            "activation": self.value(str, activation),
-            "norm_eps": self.number(eps),
         }
 
     def window(self) -> int | None:
@@ -189,17 +176,21 @@ class Fields:
                             f"{types[1]} for each of {layers} layers")
         return tuple(kind == types[1] for kind in kinds)
 
-    def attention_variants(self, local: tuple[bool, ...], *, scale: float | None = None,
+    def attention_variants(self, local: tuple[bool, ...] | bool, *, scale: float | None = None,
                            softcap: float = 0.0, sinks: bool = False
                            ) -> tuple[AttentionVariant, ...]:
-        """Return the variant of attention of each layer; empty if all have the default variant.
+        """Return the variant of attention of each layer. Local layers have the window.
 
-        Local layers have the window.
+        Parameters
+        ----------
+        local : tuple of bool, or bool
+            Whether a layer is local, or whether all are.
         """
+        if isinstance(local, bool):
+            local = (local,) * self.count("num_hidden_layers")
         window = self.window() if any(local) else None
-        variants = tuple(AttentionVariant(scale=scale, softcap=softcap, sinks=sinks,
-                                    window=window if is_local else None) for is_local in local)
-        return () if set(variants) == {AttentionVariant()} else variants
+        return tuple(AttentionVariant(scale=scale, softcap=softcap, sinks=sinks,
+                                      window=window if is_local else None) for is_local in local)
 
 
 def first(*values: Any) -> Any:

@@ -15,7 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.models.decoder import add_linear_, linear_specs, normed, row_blocks
-from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
 from flexgen_h2o.config.layers import ExpertsConfig, RouterConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.decoder import Decoder, attention_specs, mlp_specs, norm, norm_specs
+from flexgen_h2o.models.decoder import Decoder, layer_number, mlp_specs, norm
 from flexgen_h2o.models.fields import Fields, first
-from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.tensors import ModelWeights, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +62,8 @@ class MixtureDecoder(Decoder):
     block = "mlp"
     router = "gate"
     correction = ""
-    shared_expert = "mlp.shared_expert"
-    gated_shared = True
+    shared_expert = "mlp.shared_experts"
+    gated_shared = False
     stacks: tuple[tuple[str, str], ...] = (
         ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
     transposed_stacks = False
@@ -89,29 +90,26 @@ class MixtureDecoder(Decoder):
                                  (hidden, ffn) if name == "down" else (ffn, hidden))
                 for name in MATRICES}
 
-    def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
-        specs = {**norm_specs("ln1", f"{prefix}input_layernorm", cfg.hidden_size, self.norm_bias),
-                 **self.attention_specs(cfg, prefix)}
-        if not cfg.has_experts(int(prefix.split(".")[2])):
-            ln2 = norm_specs("ln2", f"{prefix}post_attention_layernorm", cfg.hidden_size,
-                             self.norm_bias)
-            return specs | ln2 | mlp_specs(cfg, prefix, self.block)
-        return specs | self.router_specs(cfg, prefix) | self.shared_specs(cfg, prefix)
+    def layer_norm_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        specs = super().layer_norm_specs(cfg, prefix)
+        if not cfg.has_experts(layer_number(prefix)):
+            return specs
+        return {short.replace("ln2", "router_norm"): spec for short, spec in specs.items()}
 
-    def attention_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
-        """Return the attention of one layer, or what replaces it."""
-        return {**attention_specs(cfg, prefix), **self.qk_norm_specs(cfg, prefix)}
+    def mlp_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        """Return the MLP of one layer, or the router and the shared expert in its place."""
+        if not cfg.has_experts(layer_number(prefix)):
+            return mlp_specs(cfg, prefix, self.block)
+        return {**self.router_specs(cfg, prefix), **self.shared_specs(cfg, prefix)}
 
     def router_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
-        """Return the norm before the experts of a layer, and its router.
+        """Return the router of a layer.
 
-        A router with a correction is in float32 whatever the run's dtype, as in transformers.
+        With a correction it is in float32 whatever the run's dtype, as in transformers.
         """
         count, block = cfg.experts.count, f"{prefix}{self.block}."
-        specs = norm_specs("router_norm", f"{prefix}post_attention_layernorm", cfg.hidden_size,
-                           self.norm_bias)
-        specs["router"] = TensorSpec(f"{block}{self.router}.weight", (count, cfg.hidden_size),
-                                     float32=bool(self.correction) or cfg.float32_routers)
+        specs = {"router": TensorSpec(f"{block}{self.router}.weight", (count, cfg.hidden_size),
+                                      float32=bool(self.correction) or cfg.float32_routers)}
         if self.correction:
             specs["router_correction"] = TensorSpec(f"{block}{self.correction}", (count,),
                                                     float32=True)
@@ -242,35 +240,46 @@ def read_grouped_router(f: Fields) -> RouterConfig:
                         groups_per_token=f.count("topk_group"))
 
 
+def read_grouped_experts(f: Fields, shared_experts: str = "n_shared_experts") -> dict[str, Any]:
+    """Return the `ModelConfig` fields of experts as in DeepSeek V3, and of leading dense layers."""
+    return {"experts": read_experts(f, router=read_grouped_router(f),
+                                    shared_experts=shared_experts),
+            "dense_layers": read_leading_dense(f)}
+
+
+def leading_dense(f: Fields, key: str) -> tuple[bool, ...]:
+    """Return, for each layer, whether it has an MLP; the value of a key is how many have."""
+    dense = f.value(Annotated[int, Meta(ge=0)], key)
+    return tuple(layer < dense for layer in range(f.count("num_hidden_layers")))
+
+
 def read_leading_dense(f: Fields) -> tuple[bool, ...]:
-    """Return, for each layer, whether it has an MLP; empty if all have experts.
+    """Return, for each layer, whether it has an MLP.
 
     It follows from mlp_layer_types or, without this key, from first_k_dense_replace.
     """
     layers, kinds = f.count("num_hidden_layers"), f.raw("mlp_layer_types")
     if kinds is None:
-        dense = f.value(Annotated[int, Meta(ge=0)], "first_k_dense_replace")
-        return tuple(layer < dense for layer in range(layers)) if dense else ()
+        return leading_dense(f, "first_k_dense_replace")
     kinds = f.fit(list[str], list(kinds) if isinstance(kinds, tuple) else kinds, "mlp_layer_types")
     if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
         raise UserError(f"{f.name}: config value mlp_layer_types must say dense or sparse for each "
                         f"of {layers} layers")
-    return tuple(kind == "dense" for kind in kinds) if "dense" in kinds else ()
+    return tuple(kind == "dense" for kind in kinds)
 
 
 def read_dense_layers(f: Fields) -> tuple[bool, ...]:
     """Return, for each layer of Qwen's mixtures, whether it has an MLP and no experts.
 
     mlp_only_layers lists such layers; of each `decoder_sparse_step` layers only the last has
-    experts. Empty if all layers have experts.
+    experts.
     """
     value = f.raw("mlp_only_layers") or []
     mlp_only = set(f.fit(list[int], list(value) if isinstance(value, tuple) else value,
                          "mlp_only_layers"))
     step = f.count_or("decoder_sparse_step", 1)
-    dense = tuple(layer in mlp_only or (layer + 1) % step > 0
-                  for layer in range(f.count("num_hidden_layers")))
-    return dense if any(dense) else ()
+    return tuple(layer in mlp_only or (layer + 1) % step > 0
+                 for layer in range(f.count("num_hidden_layers")))
 
 
 def _gated(cfg: ModelConfig, matrices: Sequence[Tensor], x: Tensor, ops: Operations) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model's sizes, options and tensors.
+"""A model's sizes and options.
 
 Imports neither torch nor transformers: the memory plan needs the sizes before those load.
 `registry.from_transformers` makes a `ModelConfig` out of a config.json.
@@ -7,11 +7,9 @@ Imports neither torch nor transformers: the memory plan needs the sizes before t
 from __future__ import annotations
 
 import importlib
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import chain
 from typing import Any
 
 from flexgen_h2o.config.layers import (
@@ -24,129 +22,10 @@ from flexgen_h2o.config.layers import (
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.rope import NO_ROPE, RopeConfig
+from flexgen_h2o.models.tensors import ModelWeights, PartShapes
 
 _BY_LAYER = ("attention", "other_rope_layers", "dense_layers", "recurrent_layers")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
-
-
-@dataclass(frozen=True)
-class PartShapes:
-    """The sizes of the tensors of a part of a model.
-
-    Attributes
-    ----------
-    matrices : tuple of (outputs, inputs)
-        Shapes of matrices, and of tables as [rows, width].
-    vectors : int
-        Total elements of norms, biases, convolutions and stacks of matrices.
-    float32 : int
-        Total elements of tensors in float32: see `TensorSpec`.
-    """
-
-    matrices: tuple[tuple[int, int], ...]
-    vectors: int = 0
-    float32: int = 0
-
-    @classmethod
-    def from_specs(cls, specs: Mapping[str, TensorSpec],
-                   exact: Collection[tuple[int, ...]] = ()) -> PartShapes:
-        """Return the sizes of tensors by short name.
-
-        Matrices with a shape in `exact` and stacks of matrices, which are never quantized, count as
-        vectors.
-        """
-        shapes = [spec.shape for spec in specs.values() if not spec.float32]
-        plain = [shape for shape in shapes if len(shape) != 2 or shape in exact]
-        return cls(tuple((shape[0], shape[1]) for shape in shapes
-                         if len(shape) == 2 and shape not in exact),
-                   sum(map(math.prod, plain)),
-                   sum(math.prod(spec.shape) for spec in specs.values() if spec.float32))
-
-    @property
-    def parameters(self) -> int:
-        """Total elements."""
-        matrices = sum(outputs * inputs for outputs, inputs in self.matrices)
-        return matrices + self.vectors + self.float32
-
-    def vector_bytes(self, itemsize: int) -> int:
-        """Return the bytes of all but the matrices, for a run whose dtype has `itemsize`."""
-        return self.vectors * itemsize + self.float32 * 4
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor of a checkpoint.
-
-    Attributes
-    ----------
-    name : str
-        The canonical name, as transformers saves it.
-    shape : tuple of int
-    float32 : bool
-        Keep it in float32, whatever the run's dtype, and never quantize it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    float32: bool = False
-
-
-@dataclass(frozen=True)
-class ModelWeights:
-    """The tensors of a model, by short names.
-
-    Attributes
-    ----------
-    embed, head : dict of str to TensorSpec
-        Tensors before the first and after the last layer. A tied head has the embedding's tensor.
-    layers : tuple of dict of str to TensorSpec
-        One dict per decoder layer, with matrices in the order of their use.
-    tables : tuple of str
-        Keys of `embed` that are lookup tables. Rows are gathered on the table's tier.
-    mlp : tuple of str
-        Keys of a layer that belong to its MLP half. A bias belongs to the half of its matrix.
-    experts : tuple of tuple of dict of str to TensorSpec
-        The tensors of each expert of each decoder layer; empty if there are none.
-    """
-
-    embed: dict[str, TensorSpec]
-    layers: tuple[dict[str, TensorSpec], ...]
-    head: dict[str, TensorSpec]
-    tables: tuple[str, ...]
-    mlp: tuple[str, ...] = ()
-    experts: tuple[tuple[dict[str, TensorSpec], ...], ...] = ()
-
-    def groups(self) -> tuple[dict[str, TensorSpec], ...]:
-        """Return the tensors of all parts: embedding, layers, experts, head."""
-        return (self.embed, *self.layers, *chain.from_iterable(self.experts), self.head)
-
-    def slice_layers(self, first: int, last: int) -> ModelWeights:
-        """Return the same tables with the tensors of layers first:last only.
-
-        Embedding and head are kept with the first and the last layer. `experts` has only these
-        layers, `layers` an empty dict for each other layer.
-        """
-        layers = tuple(layer if first <= place < last else {}
-                       for place, layer in enumerate(self.layers))
-        return replace(self, layers=layers, experts=self.experts[first:last],
-                       embed=self.embed if first == 0 else {},
-                       head=self.head if last == len(self.layers) else {},
-                       tables=self.tables if first == 0 else ())
-
-    def separated(self) -> ModelWeights:
-        """Return the same tables with each layer split in two: attention, then MLP."""
-        halves = []
-        for layer in self.layers:
-            mlp = {name: spec for name, spec in layer.items()
-                   if name.removesuffix("_bias") in self.mlp}
-            halves += [{name: layer[name] for name in layer if name not in mlp}, mlp]
-        return replace(self, layers=tuple(halves))
-
-
-def renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """Return `name`, and its variants with a (canonical, other) pair of prefixes swapped."""
-    others = (other + name[len(prefix):] for prefix, other in prefixes if name.startswith(prefix))
-    return (name, *dict.fromkeys(others))
 
 
 @dataclass(frozen=True)
@@ -280,7 +159,9 @@ class ModelConfig:
         if not any(self.recurrent_layers):
             object.__setattr__(self, "recurrent", None)
             object.__setattr__(self, "recurrent_layers", ())
-        if self.dense_layers and all(self.dense_layers):  # in a part of a model
+        if not any(self.dense_layers):
+            object.__setattr__(self, "dense_layers", ())
+        elif all(self.dense_layers):  # in a part of a model
             object.__setattr__(self, "experts", None)
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"{self.name}: {self.num_heads} attention heads cannot share "
@@ -316,7 +197,7 @@ class ModelConfig:
             if (values := getattr(self, name))}
         return replace(self, num_layers=len(layers), **options)
 
-    def longer(self) -> ModelConfig:
+    def with_extra_layer(self) -> ModelConfig:
         """Return the model with a copy of its last layer added."""
         return self.select_layers([*range(self.num_layers), self.num_layers - 1])
 
@@ -383,13 +264,13 @@ class ModelConfig:
     def float32_routers(self) -> bool:
         """True if experts' matrices have the shape of routers, which are then kept in float32.
 
-        All else that is not quantized is known by its shape: see `exact_shapes`.
+        All else that is not quantized is known by its shape: see `never_quantized`.
         """
         experts = self.experts
         return experts is not None and experts.count in (experts.ffn_size, experts.shared_ffn_size)
 
     @property
-    def exact_shapes(self) -> tuple[tuple[int, int], ...]:
+    def never_quantized(self) -> tuple[tuple[int, int], ...]:
         """Shapes of matrices that are never quantized: routers, gates of one row, and the gates of
         recurrent heads."""
         rows: list[int] = []
@@ -450,9 +331,9 @@ class ModelConfig:
         """Sizes of a layer and of its halves, by its kind."""
         shapes = {}
         for kind in self.layer_kinds:
-            layer = self.weights.slice_layers(kind, kind + 1).separated()
+            layer = self.weights.slice_layers(kind, kind + 1).split_halves()
             halves = layer.layers[2 * kind : 2 * kind + 2]
-            layer_shapes, attention, mlp = (PartShapes.from_specs(specs, self.exact_shapes)
+            layer_shapes, attention, mlp = (PartShapes.from_specs(specs, self.never_quantized)
                                             for specs in (self.weights.layers[kind], *halves))
             shapes[self._kind(kind)] = layer_shapes, attention, mlp
         return shapes
@@ -472,10 +353,6 @@ class ModelConfig:
         return PartShapes.from_specs({short: spec for short, spec in self.weights.head.items()
                                       if spec.name not in tied})
 
-    def embed_parameters(self) -> int:
-        """Return the parameters of the embeddings, including a tied token table."""
-        return self.embed_shapes().parameters
-
     def layer_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a decoder layer, including its experts."""
         shared = self.layer_shapes(layer).parameters
@@ -483,15 +360,11 @@ class ModelConfig:
             return shared
         return shared + self.experts.count * self.expert_shapes().parameters
 
-    def head_parameters(self) -> int:
-        """Return the parameters of the head; without the output matrix if it is tied."""
-        return self.head_shapes().parameters
-
     def num_parameters(self) -> int:
         """Return the number of parameters; a tied table counts once."""
         layers = sum(count * self.layer_parameters(layer)
                      for layer, count in self.layer_kinds.items())
-        return self.embed_parameters() + layers + self.head_parameters()
+        return self.embed_shapes().parameters + layers + self.head_shapes().parameters
 
     def scratch_elements(self, rows: int) -> int:
         """Return the elements of `Scratch` that a decoder layer uses for a number of rows."""

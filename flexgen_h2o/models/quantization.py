@@ -16,7 +16,8 @@ from flexgen_h2o.config.limits import GROUP_SIZE
 from flexgen_h2o.config.validation import validate
 from flexgen_h2o.config.weight_layout import AUTO, INTEGER_BITS, MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError, short_repr
-from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.tensors import TensorSpec
 
 _Size = Annotated[int, Meta(ge=1, le=1 << 20)]
 _GroupSize = Annotated[int, Meta(ge=-1, le=1 << 20)]
@@ -271,7 +272,7 @@ def mixed_options(model: ModelConfig, *, compact: bool = True) -> WeightOptions:
                             for name, spec in specs.items())
         yield from ((spec, True) for spec in weights.head.values())  # a tied head is the table
 
-    exact = set(model.exact_shapes)
+    never = set(model.never_quantized)
     layouts = {spec.name: layout(spec, sensitive) for spec, sensitive in matrices()
-               if len(spec.shape) == 2 and tuple(spec.shape) not in exact}
+               if len(spec.shape) == 2 and tuple(spec.shape) not in never}
     return WeightOptions(4, _GROUP, layouts=layouts)

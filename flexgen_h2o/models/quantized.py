@@ -21,7 +21,7 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
 from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint
 from flexgen_h2o.models.convert import ByteProgress, natural_key, write_weights
-from flexgen_h2o.models.model_config import TensorSpec
+from flexgen_h2o.models.tensors import TensorSpec
 from flexgen_h2o.storage.disk import Disk, plan_reads
 from flexgen_h2o.storage.tiers import Device, typed
 
@@ -41,7 +41,7 @@ class WeightFormat:
         Dtype of tensors that are not quantized.
     options : WeightOptions
         Options of the matrices.
-    exact : frozenset of (outputs, inputs)
+    never_quantized : frozenset of (outputs, inputs)
         Shapes of matrices that are never quantized, such as routers, which are small, and whose
         rounding selects other experts.
     float32 : frozenset of str
@@ -50,13 +50,13 @@ class WeightFormat:
 
     dtype: torch.dtype
     options: WeightOptions = WeightOptions()
-    exact: frozenset[tuple[int, ...]] = frozenset()
+    never_quantized: frozenset[tuple[int, ...]] = frozenset()
     float32: frozenset[str] = frozenset()
 
     def layout(self, spec: TensorSpec) -> MatrixLayout | None:
         """Return the layout of a tensor, or of a part of its outputs; None if not quantized."""
         shape = spec.shape
-        if len(shape) != 2 or tuple(shape) in self.exact or spec.name in self.float32:
+        if len(shape) != 2 or tuple(shape) in self.never_quantized or spec.name in self.float32:
             return None
         return self.options.layout((shape[0], shape[1]), spec.name)
 

@@ -170,7 +170,7 @@ def from_transformers(config: Any, name: str) -> ModelConfig:
     _refuse_unsupported(values, name)
     model_type = values["model_type"]
     family = family_named(FAMILIES[model_type])
-    return family.read(Fields(name, values, family.DEFAULTS[model_type]))
+    return family.read(Fields(name, values, family.DEFAULTS[model_type], FAMILIES[model_type]))
 
 
 def text_part(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -70,16 +70,16 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
-    def reach(self, max_positions: int) -> int:
-        """Return the context of a model whose config.json has `max_positions`.
+    def max_positions(self, trained: int) -> int:
+        """Return the positions of a model whose config.json has `trained` of them.
 
         With YaRN and dynamic rope it is the factor times the original context, which is often not
         in config.json.
         """
         if self.kind not in ("yarn", "dynamic"):
-            return max_positions
+            return trained
         stretched = int(self.factor * self.original_max_positions)
-        return min(max(max_positions, stretched), MAX_POSITIONS)
+        return min(max(trained, stretched), MAX_POSITIONS)
 
     @property
     def plain_context(self) -> int | None:
@@ -156,7 +156,7 @@ def read_rope(f: Fields, *, theta: Any = None, parameters: Any = None,
     try:
         rope = RopeConfig(theta=f.fit(Positive, base, "rope_theta"), rotary_dim=rotary_dim,
                           kind=kind, **_SCALINGS[kind](f, parameters, rotary_dim))
-        rope.reach(0)
+        rope.max_positions(0)
         if kind == "yarn":
             _yarn_band(rope)
     except (ArithmeticError, ValueError):  # such as the logarithm of 0

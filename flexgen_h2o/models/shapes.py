@@ -10,43 +10,45 @@ from __future__ import annotations
 from typing import Any
 
 
-def _opt(hidden: int, layers: int, heads: int, **other) -> dict[str, Any]:
-    return {"model_type": "opt", "hidden_size": hidden, "num_hidden_layers": layers,
-            "num_attention_heads": heads, "ffn_dim": 4 * hidden, "dtype": "float16", **other}
+def _float16(model_type: str, hidden: int, layers: int, heads: int, **other) -> dict[str, Any]:
+    return {"model_type": model_type, "hidden_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "dtype": "float16", **other}
 
 
-def _llama(hidden: int, layers: int, heads: int, ffn: int, **other) -> dict[str, Any]:
-    return {"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers,
-            "num_attention_heads": heads, "intermediate_size": ffn, "dtype": "float16", **other}
+def _opt(*sizes: int, **other) -> dict[str, Any]:
+    return _float16("opt", *sizes, ffn_dim=4 * sizes[0], **other)
 
 
-def _llama3(**other) -> dict[str, Any]:
-    return {**_llama(4096, 32, 32, 14336, vocab_size=128256, num_key_value_heads=8,
-                     rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001),
-            "dtype": "bfloat16", **other}
+def _llama(*sizes: int, ffn: int, **other) -> dict[str, Any]:
+    return _float16("llama", *sizes, intermediate_size=ffn, **other)
 
 
-def _pythia(hidden: int, layers: int, heads: int, **other) -> dict[str, Any]:
-    return {"model_type": "gpt_neox", "hidden_size": hidden, "num_hidden_layers": layers,
-            "num_attention_heads": heads, "intermediate_size": 4 * hidden, "vocab_size": 50304,
-            "eos_token_id": 0, "dtype": "float16", **other}
-
-
-def _llama32(hidden: int, layers: int, heads: int, **other) -> dict[str, Any]:
-    return _llama3(**{
-        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "max_position_embeddings": 131072, "rope_parameters": _LLAMA31_ROPE, **other})
+def _pythia(*sizes: int, **other) -> dict[str, Any]:
+    return _float16("gpt_neox", *sizes, **{
+        "intermediate_size": 4 * sizes[0], "vocab_size": 50304, "eos_token_id": 0, **other})
 
 
 def _sizes(model_type: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int,
            **other) -> dict[str, Any]:
-    return {"model_type": model_type, "hidden_size": hidden, "num_hidden_layers": layers,
-            "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+    return {**_float16(model_type, hidden, layers, heads), "num_key_value_heads": kv_heads,
             "intermediate_size": ffn, "dtype": "bfloat16", **other}
+
+
+def _llama3(*sizes: int, **other) -> dict[str, Any]:
+    return _sizes("llama", *sizes, **{
+        "vocab_size": 128256, "rms_norm_eps": 1e-5, "bos_token_id": 128000,
+        "eos_token_id": 128001, "max_position_embeddings": 131072,
+        "rope_parameters": _llama3_rope(32.0), **other})
 
 
 def _rope(theta: float, kind: str = "default", **other) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": theta, **other}
+
+
+def _llama3_rope(factor: float, theta: float = 500000.0, high_freq_factor: float = 4.0
+                 ) -> dict[str, Any]:
+    return _rope(theta, "llama3", factor=factor, low_freq_factor=1.0,
+                 high_freq_factor=high_freq_factor, original_max_position_embeddings=8192)
 
 
 def _qwen35(model_type: str, **other) -> dict[str, Any]:
@@ -95,9 +97,6 @@ def _glm4_moe(*sizes: int, experts: int, dense: int, width: int, **other) -> dic
                   eos_token_id=[151329, 151336, 151338], **other)
 
 
-_LLAMA31_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0,
-                 "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                 "original_max_position_embeddings": 8192}
 _OLMO2 = {"vocab_size": 100352, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
           "rope_parameters": _rope(500000.0), "eos_token_id": 100257}
 _LLAMA2 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
@@ -112,35 +111,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "facebook/opt-30b": _opt(7168, 48, 56),
     "facebook/opt-66b": _opt(9216, 64, 72),
     "facebook/opt-175b": _opt(12288, 96, 96),
-    "huggyllama/llama-7b": _llama(4096, 32, 32, 11008),
-    "huggyllama/llama-13b": _llama(5120, 40, 40, 13824),
-    "huggyllama/llama-30b": _llama(6656, 60, 52, 17920),
-    "huggyllama/llama-65b": _llama(8192, 80, 64, 22016, rms_norm_eps=1e-5),
-    "meta-llama/Llama-2-7b-hf": _llama(4096, 32, 32, 11008, **_LLAMA2),
-    "meta-llama/Llama-2-13b-hf": _llama(5120, 40, 40, 13824, **_LLAMA2),
-    "meta-llama/Llama-2-70b-hf": _llama(8192, 80, 64, 28672, num_key_value_heads=8, **_LLAMA2),
-    "meta-llama/Meta-Llama-3-8B": _llama3(
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
-    "meta-llama/Llama-3.1-8B": _llama3(
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
-                         "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                         "original_max_position_embeddings": 8192}),
-    "meta-llama/Llama-3.1-70B": _llama32(
-        8192, 80, 64, intermediate_size=28672,
-        rope_parameters={**_LLAMA31_ROPE, "factor": 8.0}),
-    "meta-llama/Llama-3.2-1B": _llama32(2048, 16, 32, intermediate_size=8192,
-                                        tie_word_embeddings=True),
-    "meta-llama/Llama-3.2-3B": _llama32(3072, 28, 24, intermediate_size=8192,
-                                        tie_word_embeddings=True),
+    "huggyllama/llama-7b": _llama(4096, 32, 32, ffn=11008),
+    "huggyllama/llama-13b": _llama(5120, 40, 40, ffn=13824),
+    "huggyllama/llama-30b": _llama(6656, 60, 52, ffn=17920),
+    "huggyllama/llama-65b": _llama(8192, 80, 64, ffn=22016, rms_norm_eps=1e-5),
+    "meta-llama/Llama-2-7b-hf": _llama(4096, 32, 32, ffn=11008, **_LLAMA2),
+    "meta-llama/Llama-2-13b-hf": _llama(5120, 40, 40, ffn=13824, **_LLAMA2),
+    "meta-llama/Llama-2-70b-hf": _llama(8192, 80, 64, ffn=28672, num_key_value_heads=8, **_LLAMA2),
+    "meta-llama/Meta-Llama-3-8B": _llama3(4096, 32, 32, 8, 14336, max_position_embeddings=8192,
+                                          rope_parameters=_rope(500000.0)),
+    "meta-llama/Llama-3.1-8B": _llama3(4096, 32, 32, 8, 14336, rope_parameters=_llama3_rope(8.0)),
+    "meta-llama/Llama-3.1-70B": _llama3(8192, 80, 64, 8, 28672, rope_parameters=_llama3_rope(8.0)),
+    "meta-llama/Llama-3.2-1B": _llama3(2048, 16, 32, 8, 8192, tie_word_embeddings=True),
+    "meta-llama/Llama-3.2-3B": _llama3(3072, 28, 24, 8, 8192, tie_word_embeddings=True),
     "mistralai/Mistral-7B-v0.1": {
         "model_type": "mistral", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
         "sliding_window": 4096, "dtype": "bfloat16", "rope_parameters": _rope(10000.0)},
     "mistralai/Mistral-7B-v0.3": {
         "model_type": "mistral", "vocab_size": 32768, "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5, "sliding_window": None, "dtype": "bfloat16",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+        "rope_parameters": _rope(1000000.0)},
     "EleutherAI/gpt-neox-20b": {
         "model_type": "gpt_neox", "hidden_act": "gelu_fast", "eos_token_id": 0,
         "dtype": "float16"},
@@ -154,18 +144,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "EleutherAI/pythia-12b": _pythia(5120, 36, 40, vocab_size=50688),
     "mistralai/Mixtral-8x7B-v0.1": {
         "model_type": "mixtral", "max_position_embeddings": 32768, "dtype": "bfloat16",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+        "rope_parameters": _rope(1000000.0)},
     "allenai/OLMoE-1B-7B-0924": {
         "model_type": "olmoe", "intermediate_size": 1024, "dtype": "bfloat16"},
     "Qwen/Qwen1.5-MoE-A2.7B": {
         "model_type": "qwen2_moe", "max_position_embeddings": 8192, "bos_token_id": 151643,
         "eos_token_id": 151643, "dtype": "bfloat16",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+        "rope_parameters": _rope(1000000.0)},
     "Qwen/Qwen3-30B-A3B": {
         "model_type": "qwen3_moe", "num_hidden_layers": 48, "head_dim": 128,
         "max_position_embeddings": 40960, "norm_topk_prob": True, "bos_token_id": 151643,
         "eos_token_id": 151645, "dtype": "bfloat16",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+        "rope_parameters": _rope(1000000.0)},
     "Qwen/Qwen3-Next-80B-A3B-Instruct": {
         "model_type": "qwen3_next", "max_position_embeddings": 262144, "intermediate_size": 5120,
         "bos_token_id": 151643, "eos_token_id": 151645, "dtype": "bfloat16",
@@ -208,9 +198,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "eos_token_id": [154820, 154827, 154829], "dtype": "bfloat16"},
     "meta-llama/Llama-4-Scout-17B-16E": {
         "model_type": "llama4_text", "max_position_embeddings": 262144, "bos_token_id": 200000,
-        "eos_token_id": 200001, "dtype": "bfloat16", "rope_parameters": _rope(
-            500000.0, "llama3", factor=16.0, original_max_position_embeddings=8192,
-            low_freq_factor=1.0, high_freq_factor=1.0)},
+        "eos_token_id": 200001, "dtype": "bfloat16",
+        "rope_parameters": _llama3_rope(16.0, high_freq_factor=1.0)},
     "meta-llama/Llama-4-Maverick-17B-128E": {
         "model_type": "llama4_text", "max_position_embeddings": 262144, "bos_token_id": 200000,
         "eos_token_id": 200001, "dtype": "bfloat16", "rope_parameters": _rope(500000.0),
@@ -272,15 +261,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "cohere2", 4096, 32, 32, 8, 14336, max_position_embeddings=132096, logit_scale=0.25,
         rope_parameters=_rope(50000.0)),
     "swiss-ai/Apertus-8B-2509": _sizes(
-        "apertus", 4096, 32, 32, 8, 21504, rope_parameters=_rope(
-            12000000.0, "llama3", factor=8.0, original_max_position_embeddings=8192,
-            low_freq_factor=1.0, high_freq_factor=4.0)),
+        "apertus", 4096, 32, 32, 8, 21504, rope_parameters=_llama3_rope(8.0, 12000000.0)),
     "stabilityai/stablelm-3b-4e1t": _sizes("stablelm", 2560, 32, 32, 32, 6912),
-    "HuggingFaceTB/SmolLM2-135M": _llama(
-        576, 30, 9, 1536, vocab_size=49152, num_key_value_heads=3, max_position_embeddings=8192,
+    "HuggingFaceTB/SmolLM2-135M": _sizes(
+        "llama", 576, 30, 9, 3, 1536, vocab_size=49152, max_position_embeddings=8192,
         rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
-        dtype="bfloat16",
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0}),
+        rope_parameters=_rope(100000.0)),
 }
 
 SAME_AS = {"meta-llama/Meta-Llama-3.1-8B": "meta-llama/Llama-3.1-8B",

@@ -29,9 +29,10 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.torch_ops import argmax
 from flexgen_h2o.models.families.opt import FAMILY as OPT
 from flexgen_h2o.models.layers import CapturingOperations, Operations, add_linear_, linear
-from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.models.registry import from_transformers
+from flexgen_h2o.models.tensors import TensorSpec
 from flexgen_h2o.planning.hardware import BILLION, BITS, ROWS
 from flexgen_h2o.storage.links import disk_beside
 from flexgen_h2o.storage.tiers import Device

@@ -26,7 +26,8 @@ from flexgen_h2o.h2o.budget import budget, num_slots
 from flexgen_h2o.storage.placement import place_experts, pool_experts
 
 if TYPE_CHECKING:
-    from flexgen_h2o.models.model_config import ModelConfig, PartShapes
+    from flexgen_h2o.models.model_config import ModelConfig
+    from flexgen_h2o.models.tensors import PartShapes
 
 _MAX_TOKENS = 1e9
 """Number of independent tokens that choose every expert with a nonzero frequency."""

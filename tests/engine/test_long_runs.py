@@ -321,7 +321,8 @@ def in_child_run(folder: str, model: str, gpu: int, name: str) -> dict:
         stats, config = llm.stats, llm.model_config
     return {"peak": status("VmHWM"), "cache": stats.kv_cache_bytes,
             "read": stats.links.get("disk->cpu", [0])[0], "layer": 2 * config.layer_parameters(),
-            "tables": 2 * (config.embed_parameters() + config.head_parameters()),
+            "tables": 2 * (config.embed_shapes().parameters
+                           + config.head_shapes().parameters),
             "model": 2 * config.num_parameters()}
 
 

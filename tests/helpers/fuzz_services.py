@@ -95,11 +95,10 @@ def _gguf_layouts(folder: Path, stack: ExitStack, every: bool) -> Target:
             checkpoint, names = source.open(on_disk=False, seed=0, weight_cache=None,
                                             progress=lambda done, total: None)
             with checkpoint:
-                for group in source.weights.groups():
-                    for spec in group.values():
-                        dtype, shape = source.weight_format.stored(spec)
-                        if torch.Size(shape).numel() < MAX_READ:
-                            checkpoint.read(names[spec.name], torch.empty(shape, dtype=dtype))
+                for name, spec in source.weights.by_name().items():
+                    dtype, shape = source.weight_format.stored(spec)
+                    if torch.Size(shape).numel() < MAX_READ:
+                        checkpoint.read(names[name], torch.empty(shape, dtype=dtype))
         finally:
             shutil.rmtree(cache_dir() / "converted", ignore_errors=True)
 

@@ -26,10 +26,10 @@ from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models.checkpoint import StackedCheckpoint, View
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.formats import base
-from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantization import quantization, weight_options
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, WeightFormat
 from flexgen_h2o.models.registry import from_transformers, read_config
+from flexgen_h2o.models.tensors import TensorSpec
 
 NEW = 4
 

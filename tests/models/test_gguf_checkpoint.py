@@ -151,11 +151,11 @@ def test_planned_weight_bytes_equal_loaded_bytes(mixed, experts, tmp_path):
         here = header_options(read_header(source), model, AUTO)
         for each in (options, here):
             planned = sum(each.matrix_bytes(spec.shape, 4)
-                          for group in model.weights.groups() for spec in group.values()
-                          if len(spec.shape) == 2 and spec.shape not in model.exact_shapes)
+                          for spec in model.weights.by_name().values()
+                          if len(spec.shape) == 2 and spec.shape not in model.never_quantized)
             vectors = sum(4 * int(np.prod(spec.shape))
-                          for group in model.weights.groups() for spec in group.values()
-                          if len(spec.shape) == 1 or spec.shape in model.exact_shapes)
+                          for spec in model.weights.by_name().values()
+                          if len(spec.shape) == 1 or spec.shape in model.never_quantized)
             assert abs(planned + vectors - loaded) < 0.02 * loaded
         assert sum(options.shares.values()) == pytest.approx(1)
 

@@ -45,8 +45,8 @@ def test_tensors_and_parameter_counts_equal_the_saved_model(tiny_model, key):
 
     tied = count({"_": specs.embed["tokens"]}) if cfg.tie_word_embeddings else 0
     assert cfg.num_parameters() == tiny.model.num_parameters()
-    assert cfg.embed_parameters() == count(specs.embed)
-    assert cfg.head_parameters() == count(specs.head) - tied
+    assert cfg.embed_shapes().parameters == count(specs.embed)
+    assert cfg.head_shapes().parameters == count(specs.head) - tied
     assert [cfg.layer_parameters(layer) for layer in range(cfg.num_layers)] == [
         count(group) for group in specs.layers]
 

@@ -7,34 +7,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexgen_h2o.models.decoder import Decoder, attention_specs, mlp_specs, norm_specs
+from flexgen_h2o.models.decoder import Decoder
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
-from flexgen_h2o.models.rope import nope, read_rope
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.rope import nope
 
 _COHERE = {
     "vocab_size": 256000, "hidden_size": 8192, "num_hidden_layers": 40,
     "intermediate_size": 22528, "num_attention_heads": 64, "max_position_embeddings": 8192,
-    "hidden_act": "silu", "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "attention_bias": False,
-    "tie_word_embeddings": True, "bos_token_id": 5, "eos_token_id": 255001,
+    "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True,
+    "bos_token_id": 5, "eos_token_id": 255001,
 }
 
 
 class Cohere(Decoder):
     DEFAULTS = {
         "cohere": {**_COHERE, "rope_theta": 500000.0},
-        "cohere2": {**_COHERE, "rope_theta": 10000.0, "sliding_window": 4096,
-                    "sliding_window_pattern": 4},
+        "cohere2": {**_COHERE, "sliding_window": 4096, "sliding_window_pattern": 4},
     }
+    norms = {"ln1": "input_layernorm"}
 
     def read(self, f: Fields) -> ModelConfig:
         f.refuse("use_qk_norm")  # Command R+
-        bias = f.flag("attention_bias")
         return ModelConfig(
-            **f.decoder("cohere", read_rope(f), eps="layer_norm_eps"),
+            **self.common(f, eps="layer_norm_eps"),
             **(self._windows(f) if f.values["model_type"] == "cohere2" else {}),
-            attention_bias=bias,
-            out_bias=bias,
             layer_norm=True,
             logit_divisor=1.0 / f.number("logit_scale"),
             parallel_residual=True,
@@ -48,12 +45,6 @@ class Cohere(Decoder):
         rotates = f.window() is not None
         return {"attention": f.attention_variants(local),
                 **nope([not (is_local and rotates) for is_local in local])}
-
-    def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
-        attention = attention_specs(cfg, prefix)
-        last = {name: attention.pop(name) for name in tuple(attention) if name.startswith("out")}
-        return {**norm_specs("ln1", f"{prefix}input_layernorm", cfg.hidden_size), **attention,
-                **mlp_specs(cfg, prefix), **last}  # in the order of `attention_output`
 
 
 FAMILY = Cohere()

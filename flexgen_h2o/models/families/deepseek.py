@@ -11,13 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config.layers import AttentionVariant, LatentConfig, RouterConfig
+from flexgen_h2o.config.layers import LatentConfig, RouterConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.decoder import (
     add_linear_,
     linear_specs,
     norm_specs,
     normed,
+    product,
     row_blocks,
 )
 from flexgen_h2o.models.fields import Fields
@@ -27,8 +28,9 @@ from flexgen_h2o.models.mixture import (
     read_grouped_router,
     read_leading_dense,
 )
-from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import RopeConfig, read_rope
+from flexgen_h2o.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,24 +47,19 @@ _V3 = {
     "n_routed_experts": 256, "routed_scaling_factor": 2.5, "kv_lora_rank": 512,
     "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
     "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
-    "norm_topk_prob": True, "hidden_act": "silu", "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_interleave": True, "attention_bias": False,
-    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
-    "num_nextn_predict_layers": 1,
+    "norm_topk_prob": True, "max_position_embeddings": 4096, "rope_interleave": True,
+    "bos_token_id": 0, "eos_token_id": 1, "num_nextn_predict_layers": 1,
 }
 
 
 class DeepSeek(MixtureDecoder):
     DEFAULTS = {
         "deepseek_v2": {
-            "vocab_size": 102400, "hidden_size": 4096, "num_hidden_layers": 32,
-            "intermediate_size": 11008, "moe_intermediate_size": 1407, "num_attention_heads": 32,
-            "n_shared_experts": 2, "n_routed_experts": 64, "routed_scaling_factor": 1.0,
-            "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "vocab_size": 102400, "moe_intermediate_size": 1407, "n_shared_experts": 2,
+            "n_routed_experts": 64, "routed_scaling_factor": 1.0, "kv_lora_rank": 512,
+            "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128,
             "qk_nope_head_dim": 128, "topk_method": "greedy", "first_k_dense_replace": 0,
-            "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0, "rope_interleave": True, "attention_bias": False,
-            "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+            "rope_interleave": True, "bos_token_id": 1, "eos_token_id": 2,
         },
         "deepseek_v3": _V3,
         "kimi_k2": _V3,
@@ -76,24 +73,18 @@ class DeepSeek(MixtureDecoder):
         },
     }
     correction = "gate.e_score_correction_bias"
-    shared_expert = "mlp.shared_experts"
-    gated_shared = False
 
     def read(self, f: Fields) -> ModelConfig:
         latent = _read_latent(f)
         # The rotary dimensions are a head of their own; head_dim in config.json is its size.
-        f = Fields(f.name, {**f.values, "head_dim": latent.rope_dim}, f.defaults)
+        f = Fields(f.name, {**f.values, "head_dim": latent.rope_dim}, f.defaults, f.family)
         rope = read_rope(f)
         scale = latent.query_dim ** -0.5 * _yarn_scale(f, rope)
         f.refuse("mlp_bias")
-        common = f.decoder("deepseek", rope)
-        bias = f.flag("attention_bias")
         return ModelConfig(
-            **common | {"num_kv_heads": 1, "head_dim": latent.key_dim},
+            **self.common(f, rope) | {"num_kv_heads": 1, "head_dim": latent.key_dim},
             latent=latent,
-            attention=(AttentionVariant(scale=scale),) * common["num_layers"],
-            attention_bias=bias,
-            out_bias=bias,
+            attention=f.attention_variants(False, scale=scale),
             experts=read_experts(f, router=_read_router(f), shared_experts="n_shared_experts"),
             dense_layers=read_leading_dense(f),
         )
@@ -109,17 +100,13 @@ class DeepSeek(MixtureDecoder):
 
     def views(self, cfg: ModelConfig) -> dict[str, Sequence[View]]:
         """Return the places of experts, and of the two maps of each head in "kv_b_proj"."""
-        from flexgen_h2o.models.checkpoint import View  # here, because it imports torch
-
         views = super().views(cfg)
         nope, height = cfg.latent.nope_dim, cfg.latent.nope_dim + cfg.latent.value_dim
         for layer, specs in enumerate(cfg.weights.layers):
-            names = [f"{start}layers.{layer}.self_attn.kv_b_proj.weight"
-                     for start in ("model.", "")]
             for short, rows in (("k_b", range(nope)), ("v_b", range(nope, height))):
-                views[specs[short].name] = tuple(
-                    View(name, rows=rows, blocks=cfg.num_heads, transposed=short == "k_b")
-                    for name in names)
+                views[specs[short].name] = self.views_of(
+                    f"model.layers.{layer}.self_attn.kv_b_proj.weight", rows=rows,
+                    blocks=cfg.num_heads, transposed=short == "k_b")
         return views
 
     def attention_inputs(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
@@ -134,18 +121,15 @@ class DeepSeek(MixtureDecoder):
         k = ops.get("k", (rows, 1, latent.key_dim), x.dtype)
         for block in row_blocks(rows):
             source = normed(cfg, w, "ln1", x[block], ops)
-            keys, queries, count = k[block], q[block], len(source)
-            kv = ops.get("kv_a", (count, latent.key_dim), x.dtype)
-            ops.linear(source, w["kv_a"], w.get("kv_a_bias"), out=kv)
+            keys, queries = k[block], q[block]
+            kv = product(w, "kv_a", source, ops)
             ops.rms_norm(kv[:, : latent.rank], w["kv_norm"], eps=LATENT_EPS,
                          out=keys[:, 0, rope_dim:])
             _copy_rotated(latent, kv[:, None, latent.rank :], keys[..., :rope_dim], ops)
             if latent.query_rank:
-                low = ops.get("q_a", (count, latent.query_rank), x.dtype)
-                ops.linear(source, w["q_a"], w.get("q_a_bias"), out=low)
+                low = product(w, "q_a", source, ops)
                 source = ops.rms_norm(low, w["q_a_norm"], eps=LATENT_EPS, out=low)
-            heads = ops.get("q_b", (count, cfg.num_heads, latent.query_dim), x.dtype)
-            ops.linear(source, w["q_b"], None, out=heads.view(count, -1))
+            heads = product(w, "q_b", source, ops).view(-1, cfg.num_heads, latent.query_dim)
             ops.linear_heads(heads[..., :nope_dim], w["k_b"], out=queries[..., rope_dim:])
             _copy_rotated(latent, heads[..., nope_dim:], queries[..., :rope_dim], ops)
         return q, k, k[..., rope_dim:]

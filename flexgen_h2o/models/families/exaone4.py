@@ -10,29 +10,20 @@ from typing import Any
 from flexgen_h2o.models.families.olmo2 import Olmo2
 from flexgen_h2o.models.fields import Fields
 from flexgen_h2o.models.model_config import ModelConfig
-from flexgen_h2o.models.rope import nope, read_rope
+from flexgen_h2o.models.rope import nope
+
+EXAONE = {
+    "vocab_size": 102400, "intermediate_size": 16384, "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4,
+}
 
 
 class Exaone4(Olmo2):
-    DEFAULTS = {
-        "exaone4": {
-            "vocab_size": 102400, "hidden_size": 4096, "num_hidden_layers": 32,
-            "intermediate_size": 16384, "num_attention_heads": 32, "num_key_value_heads": 32,
-            "max_position_embeddings": 2048, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_pattern": 4,
-            "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 2,
-        },
-    }
+    DEFAULTS = {"exaone4": {**EXAONE, "bos_token_id": 0, "eos_token_id": 2}}
+    qk_norm_of_all_heads = False
 
     def read(self, f: Fields) -> ModelConfig:
-        return ModelConfig(
-            **f.decoder("exaone4", read_rope(f)),
-            **read_windows(f),
-            qk_norm=True,
-        )
-
-    def qk_norm_widths(self, cfg: ModelConfig) -> tuple[int, int]:
-        return cfg.head_dim, cfg.head_dim
+        return ModelConfig(**self.common(f, bias=""), **read_windows(f), qk_norm=True)
 
 
 def read_windows(f: Fields) -> dict[str, Any]:

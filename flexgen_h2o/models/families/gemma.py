@@ -5,29 +5,30 @@ Windows in some layers, norms before and after attention and MLP, soft caps, sca
 
 from __future__ import annotations
 
-from flexgen_h2o.models.decoder import Decoder, attention_specs, mlp_specs, norm_specs
+from flexgen_h2o.models.decoder import Decoder
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import read_layer_ropes, read_rope
 
 _GEMMA = {
     "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-    "attention_bias": False, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-    "bos_token_id": 2, "eos_token_id": 1,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "bos_token_id": 2, "eos_token_id": 1,
 }
 
 
 class Gemma(Decoder):
     DEFAULTS = {
         "gemma2": {**_GEMMA, "vocab_size": 256000, "max_position_embeddings": 8192,
-                   "rope_theta": 10000.0, "sliding_window_pattern": 2,
-                   "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+                   "sliding_window_pattern": 2, "final_logit_softcapping": 30.0,
+                   "attn_logit_softcapping": 50.0},
         "gemma3_text": {
             **_GEMMA, "vocab_size": 262208, "max_position_embeddings": 131072,
             "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
     }
+    norms = {"ln1": "input_layernorm", "post1": "post_attention_layernorm",
+             "ln2": "pre_feedforward_layernorm", "post2": "post_feedforward_layernorm"}
 
     def read(self, f: Fields) -> ModelConfig:
         f.refuse("use_bidirectional_attention")
@@ -36,14 +37,11 @@ class Gemma(Decoder):
         gemma3 = f.values["model_type"] == "gemma3_text"
         rope, local_rope = (read_layer_ropes(f, local_theta=f.raw("rope_local_base_freq"))
                             if gemma3 else (read_rope(f), None))
-        common = f.decoder("gemma", rope, activation="hidden_activation")
         return ModelConfig(
-            **common,
+            **self.common(f, rope, activation="hidden_activation"),
             norm_offset=1.0,  # weights are stored minus one
-            attention_bias=f.flag("attention_bias"),
-            out_bias=f.flag("attention_bias"),
             qk_norm=gemma3,
-            embed_scale=common["hidden_size"] ** 0.5,
+            embed_scale=f.count("hidden_size") ** 0.5,
             # Gemma 3 also has attn_logit_softcapping, which transformers ignores.
             logit_softcap=f.number_or("final_logit_softcapping", 0.0),
             other_rope=local_rope,
@@ -52,14 +50,6 @@ class Gemma(Decoder):
                 local, scale=f.number("query_pre_attn_scalar") ** -0.5,
                 softcap=0.0 if gemma3 else f.number_or("attn_logit_softcapping", 0.0)),
         )
-
-    def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
-        norms = {"ln1": "input_layernorm", "post1": "post_attention_layernorm",
-                 "ln2": "pre_feedforward_layernorm", "post2": "post_feedforward_layernorm"}
-        specs = {**attention_specs(cfg, prefix), **mlp_specs(cfg, prefix)}
-        for short, name in norms.items():
-            specs |= norm_specs(short, f"{prefix}{name}", cfg.hidden_size)
-        return specs | self.qk_norm_specs(cfg, prefix)
 
 
 FAMILY = Gemma()

@@ -5,17 +5,16 @@ GLM-4-0414 (glm4) also has norms after attention and MLP.
 
 from __future__ import annotations
 
-from flexgen_h2o.models.decoder import Decoder, attention_specs, linear_specs, norm_specs
+from flexgen_h2o.models.decoder import Decoder, fused_mlp_specs, norm_specs
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import read_rope
+from flexgen_h2o.models.tensors import TensorSpec
 
 _GLM = {
-    "vocab_size": 151552, "hidden_size": 4096, "num_hidden_layers": 40,
-    "intermediate_size": 13696, "num_attention_heads": 32, "num_key_value_heads": 2,
-    "head_dim": 128, "max_position_embeddings": 131072, "hidden_act": "silu",
-    "rms_norm_eps": 1.5625e-7, "attention_bias": True, "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.5, "tie_word_embeddings": False,
+    "vocab_size": 151552, "num_hidden_layers": 40, "intermediate_size": 13696,
+    "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5,
     "eos_token_id": [151329, 151336, 151338],
 }
 
@@ -25,22 +24,19 @@ class Glm(Decoder):
 
     def read(self, f: Fields) -> ModelConfig:
         return ModelConfig(
-            **f.decoder("glm", read_rope(f, partial=True)),
-            attention_bias=f.flag("attention_bias"),
+            **self.common(f, read_rope(f, partial=True)) | {"out_bias": False},
             rope_interleaved=True,
             post_norms=f.values["model_type"] == "glm4",
         )
 
-    def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
-        hidden, ffn = cfg.hidden_size, cfg.ffn_size
-        norms = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
-        if cfg.post_norms:
-            norms |= {"post1": "post_self_attn_layernorm", "post2": "post_mlp_layernorm"}
-        specs = {short: spec for norm, name in norms.items()
-                 for short, spec in norm_specs(norm, f"{prefix}{name}", hidden).items()}
-        return {**specs, **attention_specs(cfg, prefix),
-                **linear_specs("gate_up", f"{prefix}mlp.gate_up_proj", (2 * ffn, hidden)),
-                **linear_specs("down", f"{prefix}mlp.down_proj", (hidden, ffn))}
+    def layer_norm_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        specs, hidden = super().layer_norm_specs(cfg, prefix), cfg.hidden_size
+        return specs if not cfg.post_norms else {
+            **specs, **norm_specs("post1", f"{prefix}post_self_attn_layernorm", hidden),
+            **norm_specs("post2", f"{prefix}post_mlp_layernorm", hidden)}
+
+    def mlp_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        return fused_mlp_specs(cfg, prefix)
 
 
 FAMILY = Glm()

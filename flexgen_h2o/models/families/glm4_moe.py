@@ -4,24 +4,17 @@ partial rotation. And Solar Open, without the last two."""
 from __future__ import annotations
 
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.mixture import (
-    MixtureDecoder,
-    read_experts,
-    read_grouped_router,
-    read_leading_dense,
-)
+from flexgen_h2o.models.mixture import MixtureDecoder, read_grouped_experts
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import read_rope
 
 _GLM = {
-    "vocab_size": 151552, "hidden_size": 4096, "num_hidden_layers": 46,
-    "intermediate_size": 10944, "num_attention_heads": 96, "num_key_value_heads": 8,
-    "max_position_embeddings": 131072, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "attention_bias": False,
-    "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1,
-    "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False,
-    "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
+    "vocab_size": 151552, "num_hidden_layers": 46, "intermediate_size": 10944,
+    "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "norm_topk_prob": True, "use_qk_norm": False, "num_nextn_predict_layers": 1,
 }
 
 
@@ -35,18 +28,13 @@ class Glm4Moe(MixtureDecoder):
         },
     }
     correction = "gate.e_score_correction_bias"
-    shared_expert = "mlp.shared_experts"
-    gated_shared = False
 
     def read(self, f: Fields) -> ModelConfig:
         glm = f.values["model_type"] == "glm4_moe"
         return ModelConfig(
-            **f.decoder("glm4_moe", read_rope(f, partial=glm)),
-            attention_bias=f.flag("attention_bias"),
+            **self.common(f, read_rope(f, partial=glm)) | {"out_bias": False},
+            **read_grouped_experts(f) | ({} if glm else {"dense_layers": ()}),
             qk_norm=glm and f.flag("use_qk_norm"),
-            experts=read_experts(f, router=read_grouped_router(f),
-                                 shared_experts="n_shared_experts"),
-            dense_layers=read_leading_dense(f) if glm else (),
         )
 
 

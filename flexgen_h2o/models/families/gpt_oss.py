@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.layers import RouterConfig
-from flexgen_h2o.models.decoder import attention_specs, linear_specs, norm_specs
+from flexgen_h2o.models.decoder import linear_specs
 from flexgen_h2o.models.fields import Fields, first
 from flexgen_h2o.models.mixture import MixtureDecoder, read_experts
-from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import read_rope
+from flexgen_h2o.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,10 +30,10 @@ class GptOss(MixtureDecoder):
         "gpt_oss": {
             "vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 36,
             "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
-            "head_dim": 64, "max_position_embeddings": 131072, "hidden_act": "silu",
-            "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128,
-            "attention_bias": True, "num_experts_per_tok": 4, "num_local_experts": 128,
-            "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+            "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0, "sliding_window": 128, "attention_bias": True,
+            "num_experts_per_tok": 4, "num_local_experts": 128, "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
         },
     }
 
@@ -40,24 +41,21 @@ class GptOss(MixtureDecoder):
         rope_parameters = first(f.values.get("rope_scaling"), f.values.get("rope_parameters"),
                                 _ROPE)
         local = f.local_layers(lambda layer: layer % 2 == 0)
-        bias = f.flag("attention_bias")
         return ModelConfig(
-            **f.decoder("gpt_oss", read_rope(f, parameters=rope_parameters)),
-            attention_bias=bias,
-            out_bias=bias,
+            **self.common(f, read_rope(f, parameters=rope_parameters)),
             attention=f.attention_variants(local, sinks=True),
             experts=replace(read_experts(f, width="intermediate_size", router=RouterConfig()),
                             gate_slope=f.number("swiglu_alpha"),
                             gate_limit=f.number("swiglu_limit")),
         )
 
-    def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
-        hidden = cfg.hidden_size
-        return {**norm_specs("ln1", f"{prefix}input_layernorm", hidden),
-                **norm_specs("router_norm", f"{prefix}post_attention_layernorm", hidden),
-                **attention_specs(cfg, prefix),
-                "sinks": TensorSpec(f"{prefix}self_attn.sinks", (cfg.num_heads,)),
-                **linear_specs("router", f"{prefix}mlp.router", (cfg.experts.count, hidden), True)}
+    def attention_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        return {**super().attention_specs(cfg, prefix),
+                "sinks": TensorSpec(f"{prefix}self_attn.sinks", (cfg.num_heads,))}
+
+    def router_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        return linear_specs("router", f"{prefix}mlp.router",
+                            (cfg.experts.count, cfg.hidden_size), True)
 
     def expert_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
         hidden, ffn = cfg.hidden_size, cfg.experts.ffn_size
@@ -71,21 +69,19 @@ class GptOss(MixtureDecoder):
         The rows of gate and up alternate in one tensor, [experts, inputs, outputs], or [experts,
         outputs, inputs] in MXFP4.
         """
-        from flexgen_h2o.models.checkpoint import View  # here, because it imports torch
-
         stacked_rows = 2 * cfg.experts.ffn_size
         parts = (("gate", "gate_up_proj", range(0, stacked_rows, 2)),
                  ("up", "gate_up_proj", range(1, stacked_rows, 2)), ("down", "down_proj", None))
         views: dict[str, Sequence[View]] = {}
         for layer, experts in enumerate(cfg.weights.experts):
-            stacks = [f"{start}layers.{layer}.mlp.experts." for start in ("model.", "")]
             for number, specs in enumerate(experts):
                 for short, tensor, rows in parts:
-                    views[specs[short].name] = tuple(
-                        View(f"{stack}{tensor}{end}", number, transposed=not end, rows=rows)
-                        for stack in stacks for end in ("", "_blocks"))
-                    views[specs[f"{short}_bias"].name] = tuple(
-                        View(f"{stack}{tensor}_bias", number, rows=rows) for stack in stacks)
+                    stack = f"model.layers.{layer}.mlp.experts.{tensor}"
+                    views[specs[short].name] = (
+                        *self.views_of(stack, entry=number, transposed=True, rows=rows),
+                        *self.views_of(f"{stack}_blocks", entry=number, rows=rows))
+                    views[specs[f"{short}_bias"].name] = self.views_of(
+                        f"{stack}_bias", entry=number, rows=rows)
         return views
 
     def expert(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,

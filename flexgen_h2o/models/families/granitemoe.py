@@ -24,7 +24,6 @@ class GraniteMoe(MixtureDecoder):
     block = "block_sparse_moe"
     router = "router.layer"
     shared_expert = "shared_mlp"
-    gated_shared = False
     stacks = (("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
               ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"))
     renames = ((".router.layer.", ".router."),)
@@ -33,19 +32,16 @@ class GraniteMoe(MixtureDecoder):
         shared = f.raw("shared_intermediate_size")
         experts = read_experts(f, width="intermediate_size", router=RouterConfig(),
                                shared_ffn_size=f.count("shared_intermediate_size") if shared else 0)
-        return replace(GRANITE.read(f), family="granitemoe", experts=experts)
+        return replace(GRANITE.read(f), experts=experts)
 
     def views(self, cfg: ModelConfig) -> dict[str, Sequence[View]]:
-        from flexgen_h2o.models.checkpoint import View  # here, because it imports torch
-
         views, ffn = super().views(cfg), cfg.experts.shared_ffn_size
         for layer, specs in enumerate(cfg.weights.layers if ffn else ()):
             for short, tensor, rows in (("gate", "input_linear", range(ffn)),
                                         ("up", "input_linear", range(ffn, 2 * ffn)),
                                         ("down", "output_linear", None)):
-                views[specs[f"shared_{short}"].name] = tuple(
-                    View(f"{start}layers.{layer}.shared_mlp.{tensor}.weight", rows=rows)
-                    for start in ("model.", ""))
+                views[specs[f"shared_{short}"].name] = self.views_of(
+                    f"model.layers.{layer}.shared_mlp.{tensor}.weight", rows=rows)
         return views
 
 

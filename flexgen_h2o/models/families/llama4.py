@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.layers import RouterConfig
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.decoder import layer_number
 from flexgen_h2o.models.families.smollm3 import rotated_layers
 from flexgen_h2o.models.fields import Fields
 from flexgen_h2o.models.mixture import MixtureDecoder, read_experts
-from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
-from flexgen_h2o.models.rope import nope, read_rope
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.rope import nope
+from flexgen_h2o.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,24 +34,21 @@ class Llama4(MixtureDecoder):
             "vocab_size": 202048, "hidden_size": 5120, "num_hidden_layers": 48,
             "intermediate_size": 8192, "intermediate_size_mlp": 16384,
             "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
-            "max_position_embeddings": 131072, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-            "attention_bias": False, "rope_theta": 500000.0, "no_rope_layer_interval": 4,
-            "use_qk_norm": True, "attention_chunk_size": 8192, "attn_temperature_tuning": True,
-            "floor_scale": 8192, "num_experts_per_tok": 1, "num_local_experts": 16,
-            "interleave_moe_layer_step": 1, "tie_word_embeddings": False, "bos_token_id": 1,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+            "no_rope_layer_interval": 4, "use_qk_norm": True, "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True, "floor_scale": 8192, "num_experts_per_tok": 1,
+            "num_local_experts": 16, "interleave_moe_layer_step": 1, "bos_token_id": 1,
             "eos_token_id": 2,
         },
     }
     block = "feed_forward"
     router = "router"
     shared_expert = "feed_forward.shared_expert"
-    gated_shared = False
     stacks = (("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),)
     transposed_stacks = True
 
     def read(self, f: Fields) -> ModelConfig:
-        common = f.decoder("llama4", read_rope(f))
-        rotated, bias = rotated_layers(f), f.flag("attention_bias")
+        common, rotated = self.common(f), rotated_layers(f)
         experts = read_experts(f, width="intermediate_size",
                                router=RouterConfig("sigmoid", normalize=False),
                                shared_ffn_size=f.count("intermediate_size"))
@@ -60,8 +59,6 @@ class Llama4(MixtureDecoder):
             **common | {"ffn_size": f.count("intermediate_size_mlp"),
                         "max_positions": min(common["max_positions"], *_ends(f, rotated))},
             **nope([not rotates for rotates in rotated]),
-            attention_bias=bias,
-            out_bias=bias,
             rope_interleaved=True,
             qk_norm=f.flag("use_qk_norm"),
             experts=replace(experts, scale_inputs=True),
@@ -70,7 +67,7 @@ class Llama4(MixtureDecoder):
 
     def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
         specs = super().layer_specs(cfg, prefix)
-        if not cfg.qk_norm or cfg.rope_number(int(prefix.split(".")[2])):
+        if not cfg.qk_norm or cfg.rope_number(layer_number(prefix)):
             return specs
         return {f"normed_{short}" if short.split("_")[0] in ("q", "k") else short: spec
                 for short, spec in specs.items()}
@@ -100,13 +97,12 @@ def _ends(f: Fields, rotated: list[bool]) -> list[int]:
 
 
 def _dense_layers(f: Fields) -> tuple[bool, ...]:
-    """Return for each layer whether it has an MLP; empty if all have experts."""
+    """Return for each layer whether it has an MLP."""
     layers, step, listed = (f.count("num_hidden_layers"), f.count("interleave_moe_layer_step"),
                             f.raw("moe_layers"))
     mixtures = (range(step - 1, layers, step) if listed is None
                 else f.fit(list[int], listed, "moe_layers"))
-    dense = tuple(layer not in mixtures for layer in range(layers))
-    return dense if any(dense) else ()
+    return tuple(layer not in mixtures for layer in range(layers))
 
 
 FAMILY = Llama4()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from flexgen_h2o.models.fields import Fields
 from flexgen_h2o.models.mixture import MixtureDecoder, read_experts
 from flexgen_h2o.models.model_config import ModelConfig
-from flexgen_h2o.models.rope import read_rope
 
 
 class Olmoe(MixtureDecoder):
@@ -13,25 +12,19 @@ class Olmoe(MixtureDecoder):
         "olmoe": {
             "vocab_size": 50304, "hidden_size": 2048, "num_hidden_layers": 16,
             "intermediate_size": 2048, "num_attention_heads": 16, "max_position_embeddings": 4096,
-            "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-            "attention_bias": False, "num_experts_per_tok": 8, "num_experts": 64,
-            "norm_topk_prob": False, "tie_word_embeddings": False, "eos_token_id": 50279,
+            "rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64,
+            "norm_topk_prob": False, "eos_token_id": 50279,
         },
     }
+    qk_norm_of_all_heads = True
 
     def read(self, f: Fields) -> ModelConfig:
-        common = f.decoder("olmoe", read_rope(f))
         return ModelConfig(
-            **common,
-            attention_bias=f.flag("attention_bias"),
-            out_bias=f.flag("attention_bias"),
+            **self.common(f),
             qk_norm=True,
             clip_qkv=f.number_or("clip_qkv", 0.0),
             experts=read_experts(f, width="intermediate_size"),
         )
-
-    def qk_norm_widths(self, cfg: ModelConfig) -> tuple[int, int]:
-        return cfg.q_size, cfg.kv_size
 
 
 FAMILY = Olmoe()

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.models.decoder import Decoder, linear_specs, norm_specs, row_blocks
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.tensors import ModelWeights, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,11 +23,10 @@ class Opt(Decoder):
     DEFAULTS = {
         "opt": {
             "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "ffn_dim": 3072,
-            "num_attention_heads": 12, "max_position_embeddings": 2048,
-            "activation_function": "relu", "do_layer_norm_before": True,
-            "_remove_final_layer_norm": False,
-            "enable_bias": True, "layer_norm_elementwise_affine": True,
-            "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 2,
+            "num_attention_heads": 12, "activation_function": "relu",
+            "do_layer_norm_before": True, "_remove_final_layer_norm": False, "enable_bias": True,
+            "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
+            "bos_token_id": 2, "eos_token_id": 2,
         },
     }
     # Checkpoints saved from the bare model lack the leading "model."
@@ -35,7 +35,7 @@ class Opt(Decoder):
     def read(self, f: Fields) -> ModelConfig:
         pre_norm, bias = f.flag("do_layer_norm_before"), f.flag("enable_bias")
         return ModelConfig(
-            **f.common("opt", grouped=False),
+            **f.sizes(grouped=False),
             ffn_size=f.count("ffn_dim"),
             activation=f.value(str, "activation_function"),
             attention_bias=bias,

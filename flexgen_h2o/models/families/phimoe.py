@@ -4,37 +4,31 @@ from __future__ import annotations
 
 from flexgen_h2o.config.layers import RouterConfig
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.families.mixtral import Mixtral
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.mixture import MixtureDecoder, read_experts
+from flexgen_h2o.models.mixture import read_experts
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import RopeConfig, read_rope
 
 
-class PhiMoe(MixtureDecoder):
+class PhiMoe(Mixtral):
     DEFAULTS = {
         "phimoe": {
-            "vocab_size": 32064, "hidden_size": 4096, "num_hidden_layers": 32,
-            "intermediate_size": 6400, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "max_position_embeddings": 131072, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0, "num_experts_per_tok": 2, "num_local_experts": 16,
-            "router_jitter_noise": 0.01, "attention_bias": False, "lm_head_bias": False,
-            "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+            "vocab_size": 32064, "intermediate_size": 6400, "num_key_value_heads": 8,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+            "num_experts_per_tok": 2, "num_local_experts": 16, "router_jitter_noise": 0.01,
+            "lm_head_bias": False, "bos_token_id": 1, "eos_token_id": 2,
         },
     }
     norm_bias = True
-    block = "block_sparse_moe"
     renames = ((".block_sparse_moe.gate.", ".mlp.router."), (".block_sparse_moe.", ".mlp."))
-    expert_names = {"gate": "w1", "up": "w3", "down": "w2"}
 
     def read(self, f: Fields) -> ModelConfig:
-        common = f.decoder("phimoe", _rope(f))
         router = RouterConfig("sparsemixer", jitter=f.value(float, "router_jitter_noise"))
         return ModelConfig(
-            **common,
-            attention_bias=f.flag("attention_bias"),
-            out_bias=f.flag("attention_bias"),
+            **self.common(f, _rope(f)),
             head_bias=f.flag("lm_head_bias"),
-            attention=f.attention_variants((True,) * common["num_layers"]),
+            attention=f.attention_variants(True),
             experts=read_experts(f, width="intermediate_size", router=router),
         )
 

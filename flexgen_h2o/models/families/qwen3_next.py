@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config.layers import RecurrentConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.decoder import linear_specs
+from flexgen_h2o.models.decoder import layer_number, linear_specs, move_last
 from flexgen_h2o.models.fields import Fields
 from flexgen_h2o.models.gated_delta_net import add_delta_net_, delta_specs
 from flexgen_h2o.models.mixture import MixtureDecoder, read_dense_layers, read_experts
-from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import read_rope
+from flexgen_h2o.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,16 +26,14 @@ if TYPE_CHECKING:
     from flexgen_h2o.models.layers import Operations
 
 _COMMON = {
-    "max_position_embeddings": 32768, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "head_dim": 256,
-    "attention_bias": False, "tie_word_embeddings": False, "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "max_position_embeddings": 32768, "partial_rotary_factor": 0.25, "head_dim": 256,
+    "full_attention_interval": 4, "num_attention_heads": 16, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }
-_DENSE = {**_COMMON, "vocab_size": 248320, "hidden_size": 4096, "num_hidden_layers": 32,
-          "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4}
+_DENSE = {**_COMMON, "vocab_size": 248320, "intermediate_size": 12288, "num_key_value_heads": 4}
 _MIXTURE = {**_COMMON, "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
-            "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 2,
+            "intermediate_size": 5632, "num_key_value_heads": 2,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
             "num_experts_per_tok": 8, "num_experts": 256, "norm_topk_prob": True}
 
@@ -46,6 +45,8 @@ class Qwen3Next(MixtureDecoder):
         "qwen3_5_text": _DENSE,
         "qwen3_5_moe_text": _MIXTURE,
     }
+    shared_expert = "mlp.shared_expert"
+    gated_shared = True
 
     def read(self, f: Fields) -> ModelConfig:
         if f.value(str, "hidden_act") != "silu":
@@ -56,12 +57,9 @@ class Qwen3Next(MixtureDecoder):
             shared = f.count("shared_expert_intermediate_size")
             mixture = {"experts": read_experts(f, shared_ffn_size=shared),
                        "dense_layers": read_dense_layers(f)}
-        bias = f.flag("attention_bias")
         return ModelConfig(
-            **f.decoder("qwen3_next", read_rope(f, partial=True)),
+            **self.common(f, read_rope(f, partial=True)),
             norm_offset=1.0,  # weights are stored minus one
-            attention_bias=bias,
-            out_bias=bias,
             qk_norm=True,
             attention_gate=True,
             **mixture,
@@ -74,14 +72,13 @@ class Qwen3Next(MixtureDecoder):
 
         Checkpoints have the queries and the gate of each head in one matrix.
         """
-        if cfg.is_recurrent(int(prefix.split(".")[2])):
+        if cfg.is_recurrent(layer_number(prefix)):
             return delta_specs(cfg, f"{prefix}linear_attn.")
         specs = super().attention_specs(cfg, prefix)
-        out = {name: specs.pop(name) for name in ("out", "out_bias") if name in specs}
         for short, name in (("q", "query"), ("out_gate", "gate")):
             specs |= linear_specs(short, f"{prefix}self_attn.q_proj.{name}",
                                   (cfg.q_size, cfg.hidden_size), cfg.attention_bias)
-        return specs | out
+        return move_last(specs, "out")
 
     def recurrent(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
                   advance: Callable[..., Tensor], ops: Operations) -> Tensor:
@@ -98,8 +95,8 @@ class Qwen3Next(MixtureDecoder):
             for name, number in (("query", 0), ("gate", 1)):
                 rows = _parts(cfg.num_heads, (cfg.head_dim, cfg.head_dim), number)
                 for end in ("weight", "bias") if cfg.attention_bias else ("weight",):
-                    views[f"{prefix}self_attn.q_proj.{name}.{end}"] = self._views(
-                        f"{prefix}self_attn.q_proj.{end}", rows)
+                    views[f"{prefix}self_attn.q_proj.{name}.{end}"] = self.views_of(
+                        f"{prefix}self_attn.q_proj.{end}", parts=rows)
         return views
 
     def _delta_views(self, cfg: ModelConfig, prefix: str) -> dict[str, Sequence[View]]:
@@ -114,16 +111,11 @@ class Qwen3Next(MixtureDecoder):
         widths, tensor = (heads.key_dim, heads.key_dim, values, values), f"{prefix}in_proj_qkvz"
         query, key, value, gate = (_parts(heads.key_heads, widths, number) for number in range(4))
         beta, step = (_parts(heads.key_heads, (shared, shared), number) for number in range(2))
-        return {f"{prefix}{name}.weight": self._views(f"{source}.weight", rows)
+        return {f"{prefix}{name}.weight": self.views_of(f"{source}.weight", parts=rows)
                 for name, source, rows in (
                     ("in_proj_qkv", tensor, query + key + value), ("in_proj_z", tensor, gate),
                     ("in_proj_b", f"{prefix}in_proj_ba", beta),
                     ("in_proj_a", f"{prefix}in_proj_ba", step))}
-
-    def _views(self, tensor: str, rows: tuple[range, ...]) -> Sequence[View]:
-        from flexgen_h2o.models.checkpoint import View  # here, because it imports torch
-
-        return tuple(View(name, parts=rows) for name in self.aliases(tensor))
 
 
 def _parts(blocks: int, widths: Sequence[int], number: int) -> tuple[range, ...]:

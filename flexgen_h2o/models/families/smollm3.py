@@ -6,31 +6,26 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.decoder import Decoder
 from flexgen_h2o.models.fields import Fields
 from flexgen_h2o.models.model_config import ModelConfig
-from flexgen_h2o.models.rope import nope, read_rope
+from flexgen_h2o.models.rope import nope
 
 
 class SmolLM3(Decoder):
     DEFAULTS = {
         "smollm3": {
             "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36,
-            "intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 4,
-            "max_position_embeddings": 32768, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-            "attention_bias": False, "mlp_bias": False, "rope_theta": 2000000.0,
+            "num_attention_heads": 16, "num_key_value_heads": 4,
+            "max_position_embeddings": 32768, "rope_theta": 2000000.0,
             "no_rope_layer_interval": 4, "use_sliding_window": False,
             "tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001,
         },
     }
 
     def read(self, f: Fields) -> ModelConfig:
-        common = f.decoder("smollm3", read_rope(f))
         rotated, windows = rotated_layers(f), f.flag("use_sliding_window")
         local = f.local_layers(lambda layer: windows and not rotated[layer])
-        bias = f.flag("attention_bias")
         return ModelConfig(
-            **common,
+            **self.common(f),
             **nope([not rotates for rotates in rotated]),
-            attention_bias=bias,
-            out_bias=bias,
             mlp_bias=f.flag("mlp_bias"),
             attention=f.attention_variants(local) if windows else (),
         )

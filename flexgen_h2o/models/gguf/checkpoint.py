@@ -22,7 +22,13 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference.blocks import dequantize, interleave_nibbles
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
-from flexgen_h2o.models.gguf.architectures import EXPERTS, HEAD_MAPS, Architecture, extra_layers
+from flexgen_h2o.models.gguf.architectures import (
+    BARE,
+    EXPERTS,
+    HEAD_MAPS,
+    Architecture,
+    extra_layers,
+)
 from flexgen_h2o.models.gguf.config import architecture_of, kv_heads
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, read_header
 from flexgen_h2o.models.gguf.rope import ROPE_TENSORS
@@ -44,7 +50,7 @@ class GgufTensor:
     ----------
     file : mmap
         The whole file.
-    kind : GGMLType
+    ggml_type : GGMLType
     shape : tuple of int
         Shape of the matrix or vector in the checkpoint.
     offset : int
@@ -62,7 +68,7 @@ class GgufTensor:
     """
 
     file: mmap.mmap
-    kind: GGMLType
+    ggml_type: GGMLType
     shape: tuple[int, ...]
     offset: int
     order: np.ndarray | None = None
@@ -89,7 +95,7 @@ class GgufTensor:
     def values(self, rows: slice) -> torch.Tensor:
         """Return the values of rows of a matrix, or of a vector, float32."""
         # Copied, because the mapped file is read-only and its rows are not aligned.
-        values = dequantize(torch.from_numpy(np.array(self.packed(rows))), self.kind)
+        values = dequantize(torch.from_numpy(np.array(self.packed(rows))), self.ggml_type)
         if len(self.shape) == 1:
             values = values[0] if self.order is None else values[0][self.order]
         if self.columns is not None:
@@ -102,7 +108,7 @@ class GgufTensor:
         """Return the layout that keeps the quantized values; None if it is not such a matrix."""
         if len(self.shape) != 2 or self.shift or self.columns is not None:
             return None
-        return self.kind.layout(self.shape[0], self.shape[1])
+        return self.ggml_type.layout(self.shape[0], self.shape[1])
 
     def repack(self, rows: range, layout: MatrixLayout, out: torch.Tensor) -> bool:
         """Write the quantized values of rows into `out`: see `ops.repack`."""
@@ -113,12 +119,12 @@ class GgufTensor:
             order = torch.arange(rows.start, rows.stop, rows.step)
         blocks = stored[rows.start : rows.stop] if order is None else stored
         try:
-            return ops.repack(blocks, self.kind, layout, out, order)
+            return ops.repack(blocks, self.ggml_type, layout, out, order)
         finally:
             self._release(stored.nbytes)
 
     def _rows(self) -> np.ndarray:
-        size = self.shape[-1] // self.kind.elements * self.kind.nbytes
+        size = self.shape[-1] // self.ggml_type.elements * self.ggml_type.nbytes
         count = math.prod(self.shape[:-1])
         return np.frombuffer(self.file, np.uint8, count * size, self.offset).reshape(count, size)
 
@@ -182,34 +188,34 @@ class FusedExperts:
         _, outputs, *inputs = part.shape
         if not inputs:
             rows = torch.from_numpy(np.array(part.packed(slice(expert, expert + 1))))
-            return dequantize(rows, part.kind)[0]
+            return dequantize(rows, part.ggml_type)[0]
         rows = torch.from_numpy(np.array(
             part.packed(slice(expert * outputs, (expert + 1) * outputs))))
         if self.arrangement in ("rows", "columns", "values"):
-            return dequantize(rows, part.kind)
+            return dequantize(rows, part.ggml_type)
         blocks = rows.view(outputs, inputs[0] // _MXFP4_BLOCK, 17)
         if self.arrangement == "scales":
             return blocks[..., 0]
         return interleave_nibbles(blocks[..., 1:])
 
 
-def fused_experts(source: Path, prefix: str, kind: Architecture, parts: Mapping[str, GgufTensor]
+def fused_experts(source: Path, prefix: str, arch: Architecture, parts: Mapping[str, GgufTensor]
                   ) -> Iterator[tuple[str, FusedExperts]]:
     """Yield the tensors of a layer's experts by Hugging Face name, which begins with `prefix`.
 
     Raises `UserError` if one is missing or their shapes do not fit together.
     """
-    gpt_oss = kind.model_type == "gpt_oss"
-    arrangement = {"gpt_oss": "values", "llama4_text": "columns"}.get(kind.model_type, "rows")
+    gpt_oss = arch.model_type == "gpt_oss"
+    arrangement = {"gpt_oss": "values", "llama4_text": "columns"}.get(arch.model_type, "rows")
     for suffix, end in (("weight", ""), ("bias", "_bias")) if gpt_oss else (("weight", ""),):
-        for name, projections in zip(kind.fused_experts, (("gate", "up"), ("down",)), strict=True):
-            missing = [f"ffn_{projection}_exps.{suffix}" for projection in projections
-                       if f"ffn_{projection}_exps.{suffix}" not in parts]
-            if missing:
-                raise UserError(f"{source}: a layer has experts, but no tensor {missing[0]}")
-            stacked = tuple(parts[f"ffn_{projection}_exps.{suffix}"] for projection in projections)
-            blocks, shape = stacked[0].kind, stacked[0].shape
-            fits = (len({(part.kind.name, part.shape) for part in stacked}) == 1
+        for name, projections in zip(arch.fused_experts, (("gate", "up"), ("down",)), strict=True):
+            stored = [f"ffn_{projection}_exps.{suffix}" for projection in projections]
+            missing = next((tensor for tensor in stored if tensor not in parts), None)
+            if missing is not None:
+                raise UserError(f"{source}: a layer has experts, but no tensor {missing}")
+            stacked = tuple(parts[tensor] for tensor in stored)
+            blocks, shape = stacked[0].ggml_type, stacked[0].shape
+            fits = (len({(part.ggml_type.name, part.shape) for part in stacked}) == 1
                     and len(shape) == (3 if suffix == "weight" else 2))
             if not fits or math.prod(shape[1:]) > _MAX_ELEMENTS:
                 raise UserError(f"{source}: the tensors of {prefix}{name}{end} do not fit together")
@@ -284,8 +290,8 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
     UserError
         If the file is damaged or its architecture is not supported.
     """
-    meta, kind = architecture_of(header)
-    fuses = fuse_experts and kind.fused_experts
+    meta, arch = architecture_of(header)
+    fuses = fuse_experts and arch.fused_experts
     files = {path: _mapped(path) for path in header.files}
     tensors: Tensors = {}
     extra = extra_layers(meta)
@@ -293,37 +299,31 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
     parts: dict[str, dict[str, GgufTensor]] = {}
     maps: dict[str, dict[str, GgufTensor]] = {}
     for name, stored in meta.tensors.items():
-        match = _LAYER.fullmatch(name)
-        if name in ROPE_TENSORS:  # part of the configuration
+        match, number = _LAYER.fullmatch(name), _LAYER_NUMBER.match(name)
+        # Ropes are part of the configuration; layers for multi-token prediction come last.
+        if name in ROPE_TENSORS or extra and number and int(number[1]) >= layers:
             continue
-        if extra and (number := _LAYER_NUMBER.match(name)) and int(number[1]) >= layers:
-            continue
-        file = files[stored.source]
+        shifted = arch.shifted and name.endswith("norm.weight") and "ssm_norm" not in name
+        tensor = GgufTensor(files[stored.source], stored.ggml_type, stored.shape, stored.offset,
+                            shift=-1.0 if shifted else 0.0)
         if fuse_experts and match and match[2] in HEAD_MAPS:
-            maps.setdefault(match[1], {})[match[2]] = GgufTensor(
-                file, stored.kind, stored.shape, stored.offset)
-            continue
-        if fuses and match and match[2] in EXPERTS:
-            part = GgufTensor(file, stored.kind, stored.shape, stored.offset)
-            parts.setdefault(f"{kind.layers}.{match[1]}.", {})[
-                f"{match[2]}.{match[3]}"] = part
-            continue
-        shifted = kind.shifted and name.endswith("norm.weight") and "ssm_norm" not in name
-        shift = -1.0 if shifted else 0.0
-        tensor = GgufTensor(file, stored.kind, stored.shape, stored.offset, shift=shift)
-        tensors.update(_named(meta, kind, name, match, tensor))
+            maps.setdefault(match[1], {})[match[2]] = tensor
+        elif fuses and match and match[2] in EXPERTS:
+            parts.setdefault(f"{arch.layers}.{match[1]}.", {})[f"{match[2]}.{match[3]}"] = tensor
+        else:
+            tensors.update(_named(meta, arch, name, match, tensor))
         if len(tensors) > _MAX_TENSORS:
             raise UserError(f"{header.source} has more tensors than any model")
     for layer, heads in maps.items():
-        tensors[f"{kind.layers}.{layer}.{kind.layer['attn_kv_b']}.weight"] = fused_heads(
+        tensors[f"{arch.layers}.{layer}.{arch.layer['attn_kv_b']}.weight"] = fused_heads(
             header.source, layer, heads)
     for prefix, experts in parts.items():
-        tensors.update(fused_experts(header.source, prefix, kind, experts))
-    for key, name in kind.layer_values.items():
+        tensors.update(fused_experts(header.source, prefix, arch, experts))
+    for key, name in arch.layer_values.items():
         numbers = meta.layer_numbers(key)
         memory = mmap.mmap(-1, 4 * len(numbers))
         memory.write(struct.pack(f"<{len(numbers)}f", *numbers))
-        tensors.update({f"{kind.layers}.{layer}.{name}": GgufTensor(memory, _F32, (1,), 4 * layer)
+        tensors.update({f"{arch.layers}.{layer}.{name}": GgufTensor(memory, _F32, (1,), 4 * layer)
                         for layer in range(len(numbers))})
     return tensors
 
@@ -333,32 +333,32 @@ def _mapped(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 
 
-def _named(meta: Metadata, kind: Architecture, name: str, match: re.Match | None,
+def _named(meta: Metadata, arch: Architecture, name: str, match: re.Match | None,
            tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
     """Yield a tensor, or the entries of a stacked one, by Hugging Face name."""
     outer, _, suffix = name.rpartition(".")
-    if match is None and outer in kind.outer and suffix in ("weight", "bias"):
-        yield f"{kind.outer[outer]}.{suffix}", tensor
+    if match is None and outer in arch.outer and suffix in ("weight", "bias"):
+        yield f"{arch.outer[outer]}.{suffix}", tensor
         return
-    if match is None or match[2] not in kind.layer or not (match[3] or match[2] in kind.bare):
+    if match is None or match[2] not in arch.layer or not (match[3] or match[2] in BARE):
         raise UserError(f"{meta.source}: tensor {name} is no part of the {meta.architecture} "
                         "architecture")
     layer, inner, suffix = match.groups()
-    hub_name = f"{kind.layers}.{layer}.{kind.layer[inner]}"
-    hub_name = hub_name if inner in kind.bare else f"{hub_name}.{suffix}"
+    hub_name = f"{arch.layers}.{layer}.{arch.layer[inner]}"
+    hub_name = hub_name if inner in BARE else f"{hub_name}.{suffix}"
     if "{}" in hub_name:
         yield from _entries(meta, hub_name, tensor)
         return
-    if len(tensor.shape) == 1 and inner in kind.single_rows:
+    if len(tensor.shape) == 1 and inner in arch.single_rows:
         tensor = replace(tensor, shape=(1, *tensor.shape))
-    tensor = replace(tensor, float32=inner in kind.float32)
+    tensor = replace(tensor, float32=inner in arch.float32)
     if len(tensor.shape) > (3 if inner in HEAD_MAPS else 2):
         raise UserError(f"{meta.source}: tensor {name} has {len(tensor.shape)} dimensions; a "
                         "matrix is needed")
-    if kind.delta_nets and (inner in ("attn_qkv", "attn_gate") or inner.startswith("ssm_")):
+    if arch.delta_nets and (inner in ("attn_qkv", "attn_gate") or inner.startswith("ssm_")):
         yield hub_name, _delta_net_tensor(meta, inner, tensor)
         return
-    yield hub_name, replace(tensor, order=_order(meta, kind, name, inner, tensor.shape[0]))
+    yield hub_name, replace(tensor, order=_order(meta, arch, name, inner, tensor.shape[0]))
 
 
 def _delta_net_tensor(meta: Metadata, inner: str, tensor: GgufTensor) -> GgufTensor:
@@ -392,13 +392,13 @@ def _entries(meta: Metadata, hub_name: str, tensor: GgufTensor
     if not shape or len(shape) > 2 or entries > _MAX_TENSORS:
         raise UserError(f"{meta.source}: {hub_name.format('N')} of shape {list(tensor.shape)} is "
                         "not a tensor for each expert or head")
-    size = math.prod(shape) // tensor.kind.elements * tensor.kind.nbytes
+    size = math.prod(shape) // tensor.ggml_type.elements * tensor.ggml_type.nbytes
     for entry in range(entries):
         yield hub_name.format(entry), replace(tensor, shape=shape,
                                               offset=tensor.offset + entry * size)
 
 
-def _order(meta: Metadata, kind: Architecture, name: str, inner: str, rows: int
+def _order(meta: Metadata, arch: Architecture, name: str, inner: str, rows: int
            ) -> np.ndarray | None:
     """Return for each row of the Hugging Face projection the row in the file; None for the same.
 
@@ -407,12 +407,12 @@ def _order(meta: Metadata, kind: Architecture, name: str, inner: str, rows: int
     query, key and value of each head; the converter sorts them into all queries, all keys and all
     values. Source: `permute` in conversion/llama.py, and conversion/gptneox.py, of llama.cpp.
     """
-    if kind.fused_heads and inner == "attn_qkv":
+    if arch.fused_heads and inner == "attn_qkv":
         heads = meta.count("attention.head_count")
         if rows % (3 * heads):
             raise UserError(f"{meta.source}: {name} has {rows} rows for {heads} heads")
         return np.arange(rows).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1)
-    if not kind.interleaved or inner not in ("attn_q", "attn_k"):
+    if not arch.interleaved or inner not in ("attn_q", "attn_k"):
         return None
     heads = meta.count("attention.head_count") if inner == "attn_q" else kv_heads(meta)
     if rows % (2 * heads):
@@ -451,7 +451,7 @@ class GgufCheckpoint(Checkpoint):
     def read_quantized(self, name: str, layout: MatrixLayout, out: torch.Tensor,
                        rows: range | None = None) -> bool:
         tensor = self._tensors[name]
-        if tensor.layout() is None or not tensor.kind.fits(layout):
+        if tensor.layout() is None or not tensor.ggml_type.fits(layout):
             return False
         rows = range(tensor.shape[0]) if rows is None else rows
         if (len(rows), tensor.shape[1]) != (layout.outputs, layout.inputs):

@@ -13,6 +13,7 @@ from flexgen_h2o.models.gguf.architectures import (
     ARCHITECTURES,
     HEAD_MAPS,
     Architecture,
+    biased,
     extra_layers,
     variant,
 )
@@ -72,18 +73,19 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
     UserError
         If the architecture or a rope scaling is not supported, or a value makes no sense.
     """
-    meta, kind = architecture_of(header)
+    meta, arch = architecture_of(header)
     head_dim = head_size(meta)
     config = {
-        "architectures": [kind.class_name], "model_type": kind.model_type,
+        "architectures": [arch.class_name], "model_type": arch.model_type,
         "vocab_size": meta.tensor("token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in meta.tensors,
-        **{name: meta.count(key) for name, key in kind.counts.items()},
+        **{name: meta.count(key) for name, key in arch.counts.items()},
         "num_hidden_layers": meta.count("block_count") - extra_layers(meta),
-        **{name: meta.number(key) for name, key in kind.numbers.items()},
+        **{name: meta.number(key) for name, key in arch.numbers.items()},
         "num_key_value_heads": kv_heads(meta), "head_dim": head_dim,
-        "rope_parameters": kind.rope(meta, head_dim),
-        **kind.fixed, **kind.more(meta, head_dim),
+        "rope_parameters": arch.rope(meta, head_dim),
+        "hidden_act": "silu", **arch.fixed, **arch.more(meta, head_dim),
+        **{key: biased(meta, *names) for key, names in arch.biases.items()},
         "bos_token_id": meta.token("bos"), "pad_token_id": meta.token("padding"),
         "eos_token_id": meta.token("eos")}
     return {**config, "dtype": dtype} if dtype else config
@@ -109,8 +111,8 @@ def kv_heads(meta: Metadata) -> int:
 
 def has_mxfp4_experts(header: GgufHeader) -> bool:
     """Return True for a gpt-oss whose experts are in MXFP4."""
-    kinds = {tensor.kind.name for tensor in header.tensors.values()}
-    return "MXFP4" in kinds and architecture_of(header)[1].model_type == "gpt_oss"
+    types = {tensor.ggml_type.name for tensor in header.tensors.values()}
+    return "MXFP4" in types and architecture_of(header)[1].model_type == "gpt_oss"
 
 
 def unify_layouts(layouts: dict[str, MatrixLayout], gate: str, up: str) -> None:
@@ -133,14 +135,14 @@ def header_options(header: GgufHeader, model: ModelConfig, bits: int | str, *,
     """Return `weight_options` from the header alone, with the file's tensor names."""
     layouts: dict[str, MatrixLayout] = {}
     shapes: dict[str, tuple[int, int]] = {}
-    exact, delta_nets = model.exact_shapes, architecture_of(header)[1].delta_nets
+    delta_nets = architecture_of(header)[1].delta_nets
     for name, tensor in header.tensors.items():
         maps = name.endswith(("attn_kv_b.weight", *(f"{each}.weight" for each in HEAD_MAPS)))
-        if len(tensor.shape) < 2 or tensor.shape[-2:] in exact or maps:  # these stay exact
+        if len(tensor.shape) < 2 or tensor.shape[-2:] in model.never_quantized or maps:
             continue
         outputs, inputs = tensor.shape[-2:]
         reordered = delta_nets and "ssm_out" in name  # its columns: see `GgufTensor`
-        layout = None if reordered else tensor.kind.layout(outputs, inputs)
+        layout = None if reordered else tensor.ggml_type.layout(outputs, inputs)
         for entry in range(math.prod(tensor.shape[:-2])):
             shapes[f"{name}.{entry}"] = outputs, inputs
             if layout is not None:
@@ -148,9 +150,8 @@ def header_options(header: GgufHeader, model: ModelConfig, bits: int | str, *,
     for name in shapes:
         if "ffn_gate_exps" in name:
             unify_layouts(layouts, name, name.replace("ffn_gate_exps", "ffn_up_exps"))
-    unquantized_shapes = [shape for name, shape in shapes.items() if name not in layouts]
+    others = [shape for name, shape in shapes.items() if name not in layouts]
     stored = quantization({"quantization_config": MXFP4}, model.name) if (
         has_mxfp4_experts(header)) else None
-    return weight_options(WeightOptions(layouts=layouts,
-                                        unquantized_shapes=tuple(unquantized_shapes)), bits, model,
-                          stored, on_gpu=on_gpu)
+    return weight_options(WeightOptions(layouts=layouts, unquantized_shapes=tuple(others)), bits,
+                          model, stored, on_gpu=on_gpu)

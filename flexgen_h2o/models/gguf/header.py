@@ -48,7 +48,7 @@ class StoredTensor:
 
     Attributes
     ----------
-    kind : GGMLType
+    ggml_type : GGMLType
     shape : tuple of int
         The last size is the length of a row.
     offset, nbytes : int
@@ -57,7 +57,7 @@ class StoredTensor:
         The file, one of several of a split model.
     """
 
-    kind: GGMLType
+    ggml_type: GGMLType
     shape: tuple[int, ...]
     offset: int
     nbytes: int

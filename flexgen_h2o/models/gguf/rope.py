@@ -119,7 +119,7 @@ def _vector(meta: Metadata, name: str) -> list[float]:
     if name not in meta.tensors:
         return []
     tensor = meta.tensors[name]
-    if tensor.kind.name != "F32" or len(tensor.shape) != 1 or tensor.nbytes > 1 << 16:
+    if tensor.ggml_type.name != "F32" or len(tensor.shape) != 1 or tensor.nbytes > 1 << 16:
         raise UserError(f"{meta.source}: its rope factors {name} are not a short float32 vector")
     try:
         with open(meta.source, "rb") as file:
