@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o.cache.layout import Capacity, SlotLayout
-from flexgen_h2o.cache.tiers import FetchedPart
+from flexgen_h2o.cache.tiers import FetchedTier
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.limits import CACHE_BUFFERS
@@ -47,9 +47,10 @@ from flexgen_h2o.metrics.trace import GB, LinkStats, Trace
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import resolve
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
-from flexgen_h2o.models.model_config import ModelConfig, ModelWeights
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.models.registry import from_transformers, read_config
+from flexgen_h2o.models.tensors import ModelWeights
 from flexgen_h2o.storage.disk import CHUNK, READ, WRITE, Extent, RunFolder
 from flexgen_h2o.storage.links import memory_read_rate
 from flexgen_h2o.storage.tiers import PAGE, open_device
@@ -156,13 +157,13 @@ class CacheOnDisk:
         part = self._slot_layout.nbytes(self._sequences, KV_SLOTS)
         # At least as many layers as staging buffers, so that the warm-up touches each buffer.
         self._capacity = Capacity(1, (KV_SLOTS,) * max(CACHE_BUFFERS, nbytes // part))
-        self.nbytes = FetchedPart.file_bytes(self._slot_layout, self._sequences, self._capacity)
+        self.nbytes = FetchedTier.file_bytes(self._slot_layout, self._sequences, self._capacity)
         self.what = f"cache, parts of {part / 1e6:.1f} MB"
 
     def make(self, path: Path, transfers: Transfers) -> None:
         """Create the cache in the file `path` of `nbytes`."""
         self._transfers = transfers
-        self._part = FetchedPart(self._slot_layout, 0, self._sequences, capacity=self._capacity,
+        self._part = FetchedTier(self._slot_layout, 0, self._sequences, capacity=self._capacity,
                                  transfers=transfers, path=path)
         for layer, slots in enumerate(self._capacity.slots):
             self._part.begin(layer, [(self._sequences, slots)])

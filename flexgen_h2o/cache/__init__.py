@@ -10,9 +10,9 @@
 `retrieval`         recall: quantized key indices, and attention to selected tokens
 `eviction_state`    eviction states, step metadata, migration of continued sequences
 `layout`            sizes: bytes of a slot, slots of a layer
-`tiers`             parts of the cache that are resident, or fetched and written back
+`tiers`             tiers of the cache that are resident, or fetched and written back
 `hot_set`           selective fetch from host memory by a GPU, and the hot set
-`disk_recall`       selective fetch from disk, and the choice of parts
+`disk_recall`       selective fetch from disk, and the choice of tiers
 `alternatives`      caches with the same interface: simulated, probed, uncached
 ==================  ==================================================================
 """

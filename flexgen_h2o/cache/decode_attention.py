@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.cache.layout import CacheShape
-from flexgen_h2o.cache.tiers import CachePart, gather_slots
+from flexgen_h2o.cache.tiers import CacheTier, gather_slots
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.tiers import typed
 from flexgen_h2o.storage.transfer import ATTENTION, D2H, H2D, Handle, Lane, Transfers
@@ -19,12 +19,12 @@ from flexgen_h2o.storage.transfer import ATTENTION, D2H, H2D, Handle, Lane, Tran
 
 @dataclass
 class PendingAttention:
-    """Attention over the parts of a batch, which may still be running.
+    """Attention over the tiers of a batch, which may still be running.
 
     Attributes
     ----------
     outputs : dict of int to Tensor [sequences, heads, elements of a value]
-        Outputs of each part, by the part's first sequence.
+        Outputs of each tier, by the tier's first sequence.
     handles : list of Handle
         Jobs that still fill some of the outputs.
     """
@@ -141,9 +141,9 @@ class SparseAttention:
         self._shape = shape
         self._transfers = transfers
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, part: CachePart, where: tuple[int, int],
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, tier: CacheTier, where: tuple[int, int],
                max_cached: int, metadata: Tensor, **attention: Any) -> tuple[Tensor, Tensor]:
-        """Attend over a part from one new token of each sequence, and cache the new tokens.
+        """Attend over a tier from one new token of each sequence, and cache the new tokens.
 
         Parameters
         ----------
@@ -162,13 +162,13 @@ class SparseAttention:
         slots : int64 Tensor [sequences, kv_heads]
             The slot of each new token.
         """
-        cache, layout = part.get(*where), self._shape.layout
+        cache, layout = tier.get(*where), self._shape.layout
         index, weights = ops.select_values(q, k, keys=cache[0, :, :, :max_cached],
                                            metadata=metadata, layout=layout,
                                            sparsity=self._shape.attn_sparsity, **attention)
-        if part.gathers_values:
+        if tier.gathers_values:
             index = self._copy(index, "cpu", D2H)
-            values = self._copy(part.gather_values(*where, index), self._transfers.device.torch,
+            values = self._copy(tier.gather_values(*where, index), self._transfers.device.torch,
                                 H2D)
         else:
             values = gather_slots(cache[1], index)

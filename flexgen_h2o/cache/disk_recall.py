@@ -1,4 +1,4 @@
-"""A cache on disk of which decode steps fetch only the selected tokens, and the choice of parts.
+"""A cache on disk of which decode steps fetch only the selected tokens, and the choice of tiers.
 
 On disk the cache is in *pages*, each with the keys and values of adjacent tokens of one KV head
 (`config.cache_layout.PageLayout`).
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen_h2o.cache.hot_set import HotSet, RecallCounts, ZeroCopyPart
+from flexgen_h2o.cache.hot_set import HotSet, RecallCounts, ZeroCopyTier
 from flexgen_h2o.cache.layout import Capacity, SlotLayout
-from flexgen_h2o.cache.tiers import CachePart, FetchedPart, ResidentPart, SelectedTokens
+from flexgen_h2o.cache.tiers import CacheTier, FetchedTier, ResidentTier, SelectedTokens
 from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.config.limits import RECALL_GROUPS
 from flexgen_h2o.kernels import ops
@@ -79,10 +79,10 @@ class _DiskHotTokens:
     fetches: list[tuple[slice, Handle]] = field(default_factory=list)
 
 
-class DiskRecallPart(FetchedPart):
-    """A part on disk beside compute in host memory, whose decode steps select tokens.
+class DiskRecallTier(FetchedTier):
+    """A tier on disk beside compute in host memory, whose decode steps select tokens.
 
-    Prompts are fetched and stored by whole layers, as in `FetchedPart`. After that memory holds,
+    Prompts are fetched and stored by whole layers, as in `FetchedTier`. After that memory holds,
     of each (layer, batch), a hot set of tokens, and the newest tokens, which are written when
     their page is full.
 
@@ -116,7 +116,7 @@ class DiskRecallPart(FetchedPart):
     @classmethod
     def recalled_file_bytes(cls, slot_layout: SlotLayout, sequences: int, capacity: Capacity,
                             hot_slots: Sequence[int]) -> int:
-        """Return the bytes of the file of such a part; see `file_bytes`."""
+        """Return the bytes of the file of such a tier; see `file_bytes`."""
         unselected_slots = tuple(slots for slots, hot in zip(capacity.slots, hot_slots, strict=True)
                                  if not hot)
         pages = cls._page_layouts(slot_layout, capacity, hot_slots)
@@ -391,10 +391,11 @@ def recalls_in_place(device: Device) -> bool:
     return device.zero_copy and not ops.uses_reference(device.torch.type)
 
 
-def make_parts(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int], *,
+def make_tiers(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int], *,
                transfers: Transfers, on_host: bool, file: Callable[[int], Path],
-               recalled: Sequence[bool] = (), hot_slots: Sequence[int] = ()) -> list[CachePart]:
-    """Return the parts of a cache.
+               recalled: Sequence[bool] = (), hot_slots: Sequence[int] = (),
+               fetched: type[FetchedTier] = FetchedTier) -> list[CacheTier]:
+    """Return the tiers of a cache.
 
     Parameters
     ----------
@@ -410,6 +411,8 @@ def make_parts(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int
     hot_slots : sequence of int
         Slots of the hot set in each layer, of a cache on disk without a GPU, or in host memory
         beside one. Beside a GPU whole layers are fetched from disk.
+    fetched : type
+        Class of tiers that are fetched whole.
     """
     device = transfers.device
     gpu, cpu, disk = counts
@@ -417,21 +420,21 @@ def make_parts(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int
         gpu, cpu = gpu + cpu, 0
     in_host, on_disk = (gpu, gpu + cpu), (gpu + cpu, gpu + cpu + disk)
     sizes: dict[str, Any] = {"capacity": capacity, "transfers": transfers}
-    parts: list[CachePart] = []
+    tiers: list[CacheTier] = []
     if gpu:
-        parts.append(ResidentPart(slot_layout, 0, gpu, capacity=capacity, device=device))
+        tiers.append(ResidentTier(slot_layout, 0, gpu, capacity=capacity, device=device))
     if cpu and on_host:
-        parts.append(ResidentPart(slot_layout, *in_host, capacity=capacity, device=device,
+        tiers.append(ResidentTier(slot_layout, *in_host, capacity=capacity, device=device,
                                   on_host=True))
     elif cpu and any(recalled) and recalls_in_place(device):
-        parts.append(ZeroCopyPart(slot_layout, *in_host, recalled=recalled, hot_slots=hot_slots,
+        tiers.append(ZeroCopyTier(slot_layout, *in_host, recalled=recalled, hot_slots=hot_slots,
                                   **sizes))
     elif cpu:
-        parts.append(FetchedPart(slot_layout, *in_host, path=None, **sizes))
+        tiers.append(fetched(slot_layout, *in_host, path=None, **sizes))
     if disk and any(hot_slots) and not device.separate:
-        path = file(DiskRecallPart.recalled_file_bytes(slot_layout, disk, capacity, hot_slots))
-        parts.append(DiskRecallPart(slot_layout, *on_disk, path=path, hot_slots=hot_slots, **sizes))
+        path = file(DiskRecallTier.recalled_file_bytes(slot_layout, disk, capacity, hot_slots))
+        tiers.append(DiskRecallTier(slot_layout, *on_disk, path=path, hot_slots=hot_slots, **sizes))
     elif disk:
-        path = file(FetchedPart.file_bytes(slot_layout, disk, capacity))
-        parts.append(FetchedPart(slot_layout, *on_disk, path=path, **sizes))
-    return parts
+        path = file(FetchedTier.file_bytes(slot_layout, disk, capacity))
+        tiers.append(fetched(slot_layout, *on_disk, path=path, **sizes))
+    return tiers

@@ -14,7 +14,7 @@ from flexgen_h2o.cache.tiers import SlotUpdate
 from flexgen_h2o.h2o.eviction import EvictionState
 
 JournalKey = tuple[int, int, int]
-"""A part of a cache in a layer: layer, batch, and the first sequence of the part."""
+"""A tier of a cache in a layer: layer, batch, and the first sequence of the tier."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _DraftedToken:
 
 
 class DraftJournal:
-    """The drafted tokens that are not verified yet, in each part of a cache."""
+    """The drafted tokens that are not verified yet, in each tier of a cache."""
 
     def __init__(self) -> None:
         self._tokens: dict[JournalKey, list[_DraftedToken]] = {}

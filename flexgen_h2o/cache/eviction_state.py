@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from flexgen_h2o.cache.layout import CacheShape, LayerCachePlan, layer_cache_plans
-from flexgen_h2o.cache.tiers import CachePart
+from flexgen_h2o.cache.tiers import CacheTier
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout, ContinuedSequence
 from flexgen_h2o.h2o.budget import num_cached
@@ -29,7 +29,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 
 class EvictionStates:
-    """The eviction state of each layer, batch and part of a cache that evicts there.
+    """The eviction state of each layer, batch and tier of a cache that evicts there.
 
     Parameters
     ----------
@@ -70,14 +70,14 @@ class EvictionStates:
                       for batch_layout in batches]
         return last
 
-    def state(self, layer: int, batch: int, part: CachePart) -> EvictionState | None:
-        """Return the state of a part's sequences, empty at first; None where nothing is evicted."""
+    def state(self, layer: int, batch: int, tier: CacheTier) -> EvictionState | None:
+        """Return the state of a tier's sequences, empty at first; None where nothing is evicted."""
         plan = self.plans[batch][layer]
         if not plan.evicts:
             return None
-        key = (layer, batch, part.first)
+        key = (layer, batch, tier.first)
         if key not in self._states:
-            sequences, device = part.sequences(batch), part.attention_device(self._device)
+            sequences, device = tier.sequences(batch), tier.attention_device(self._device)
             rope: Rope | None = None
             if self.rolls(layer, batch):
                 cos, sin = self.rope_tables(plan.slots + 1)
@@ -135,14 +135,14 @@ class StepMetadata:
         self._captured = captured
         self._metadata: dict[tuple, tuple[int, torch.Tensor]] = {}
 
-    def update(self, layer: int, batch: int, part: CachePart, *, token: int, device: torch.device
+    def update(self, layer: int, batch: int, tier: CacheTier, *, token: int, device: torch.device
                ) -> torch.Tensor:
-        """Return the metadata of new token `token` (from 1): int32 [4, sequences of the part]."""
-        key = self._key(layer, batch, part)
+        """Return the metadata of new token `token` (from 1): int32 [4, sequences of the tier]."""
+        key = self._key(layer, batch, tier)
         newest, metadata = self._metadata.get(key, (0, None))
         if newest != token:
-            prompts = self._batch_layouts[batch].lengths[part.sequences(batch)]
-            fresh = decode_metadata(prompts, self.tokens(batch, part, token), self._h2o, layer)
+            prompts = self._batch_layouts[batch].lengths[tier.sequences(batch)]
+            fresh = decode_metadata(prompts, self.tokens(batch, tier, token), self._h2o, layer)
             if metadata is None or not self._captured:
                 metadata = fresh.to(device)
             else:
@@ -150,18 +150,18 @@ class StepMetadata:
             self._metadata[key] = (token, metadata)
         return metadata
 
-    def newest(self, layer: int, batch: int, part: CachePart) -> torch.Tensor:
+    def newest(self, layer: int, batch: int, tier: CacheTier) -> torch.Tensor:
         """Return the result of the last `update`."""
-        return self._metadata[self._key(layer, batch, part)][1]
+        return self._metadata[self._key(layer, batch, tier)][1]
 
-    def tokens(self, batch: int, part: CachePart, token: int) -> list[int]:
-        """Return the tokens of each sequence of a part, new token `token` included."""
-        sequences, batch_layout = part.sequences(batch), self._batch_layouts[batch]
+    def tokens(self, batch: int, tier: CacheTier, token: int) -> list[int]:
+        """Return the tokens of each sequence of a tier, new token `token` included."""
+        sequences, batch_layout = tier.sequences(batch), self._batch_layouts[batch]
         return [batch_layout.tokens(sequence, token)
                 for sequence in range(sequences.start, sequences.stop)]
 
-    def _key(self, layer: int, batch: int, part: CachePart) -> tuple[int, int, int]:
-        return batch, part.first, self._plans[batch][layer].budget_group
+    def _key(self, layer: int, batch: int, tier: CacheTier) -> tuple[int, int, int]:
+        return batch, tier.first, self._plans[batch][layer].budget_group
 
 
 ContinuedEntries = dict[tuple[int, int], list[torch.Tensor]]
@@ -169,34 +169,34 @@ ContinuedEntries = dict[tuple[int, int], list[torch.Tensor]]
 kv_heads, tokens, width], and the tensors of its eviction state, [kv_heads, tokens] each."""
 
 
-def copy_continued(layer: int, parts: Sequence[CachePart], batches: Sequence[BatchLayout], *,
+def copy_continued(layer: int, tiers: Sequence[CacheTier], batches: Sequence[BatchLayout], *,
                    states: Mapping[tuple[int, int], EvictionState], h2o: H2OConfig | None
                    ) -> ContinuedEntries:
     """Copy what the last block holds of continued sequences in a layer.
 
     Parameters
     ----------
-    parts : sequence of CachePart
+    tiers : sequence of CacheTier
         As the last block left them, without running transfers.
     batches : sequence of BatchLayout
         The next block.
     states : mapping
-        The layer's eviction states by (batch, first sequence of the part).
+        The layer's eviction states by (batch, first sequence of the tier).
     """
     entries: ContinuedEntries = {}
     continued = [(origin, length) for batch_layout in batches
                  for origin, length in zip(batch_layout.continued, batch_layout.lengths,
                                            strict=True) if origin is not None]
     for batch in sorted({origin.batch for origin, _ in continued}):
-        for part in parts:
+        for tier in tiers:
             origins = [(origin, length) for origin, length in continued
-                       if origin.batch == batch and part.first <= origin.sequence < part.last]
+                       if origin.batch == batch and tier.first <= origin.sequence < tier.last]
             if not origins:
                 continue
-            part.load(layer, batch, fetch=True, cached=0)
-            cache, state = part.get(layer, batch), states.get((batch, part.first))
+            tier.load(layer, batch, fetch=True, cached=0)
+            cache, state = tier.get(layer, batch), states.get((batch, tier.first))
             for origin, length in origins:
-                row = origin.sequence - part.first
+                row = origin.sequence - tier.first
                 count = num_cached(h2o, layer, length, origin.generated - 1)
                 entries[batch, origin.sequence] = [
                     cache[:, row, :, :count].clone(),
@@ -211,10 +211,10 @@ def write_continued(entries: ContinuedEntries, continued: Sequence[ContinuedSequ
     Parameters
     ----------
     continued : sequence of (ContinuedSequence or None)
-        The sequences of a part; None: a new one.
+        The sequences of a tier; None: a new one.
     cache : Tensor [kinds, sequences, kv_heads, slots, width]
     state : EvictionState or None
-        Of the part's sequences.
+        Of the tier's sequences.
     """
     for row, origin in enumerate(continued):
         if origin is None:

@@ -1,7 +1,7 @@
 """Hot sets: fast memory for the tokens of a larger cache that were selected most recently.
 
-With recall (`h2o.recall`) a decode step attends to few tokens. `ZeroCopyPart` keeps the cache in
-host memory beside a GPU; `disk_recall.DiskRecallPart` keeps it on disk. Both fetch only the
+With recall (`h2o.recall`) a decode step attends to few tokens. `ZeroCopyTier` keeps the cache in
+host memory beside a GPU; `disk_recall.DiskRecallTier` keeps it on disk. Both fetch only the
 selected tokens that their hot set lacks.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.cache.layout import Capacity, SlotLayout
-from flexgen_h2o.cache.tiers import FetchedPart, SelectedTokens
+from flexgen_h2o.cache.tiers import FetchedTier, SelectedTokens
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import Transfers
@@ -128,10 +128,10 @@ class _GpuHotTokens:
     newest: Tensor | None = None
 
 
-class ZeroCopyPart(FetchedPart):
-    """A part in page-locked host memory that GPU kernels read and write in place (zero-copy).
+class ZeroCopyTier(FetchedTier):
+    """A tier in page-locked host memory that GPU kernels read and write in place (zero-copy).
 
-    Prompts are fetched and stored by whole layers, as in `FetchedPart`. A decode step reads only
+    Prompts are fetched and stored by whole layers, as in `FetchedTier`. A decode step reads only
     the tokens that it selects over the link. With a hot set in the GPU's memory, it reads only
     those that the hot set lacks.
 

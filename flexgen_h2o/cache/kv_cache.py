@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from flexgen_h2o.cache.decode_attention import PendingAttention
-from flexgen_h2o.cache.disk_recall import DiskRecallPart, make_parts
+from flexgen_h2o.cache.disk_recall import DiskRecallTier, make_tiers
 from flexgen_h2o.cache.eviction_state import (
     ContinuedEntries,
     EvictionStates,
@@ -28,12 +29,12 @@ from flexgen_h2o.cache.eviction_state import (
     copy_continued,
     write_continued,
 )
-from flexgen_h2o.cache.hot_set import RecallCounts, ZeroCopyPart
+from flexgen_h2o.cache.hot_set import RecallCounts, ZeroCopyTier
 from flexgen_h2o.cache.layout import CacheShape, CacheSize, Capacity, SlotLayout
 from flexgen_h2o.cache.prefill import PromptAttention
 from flexgen_h2o.cache.retrieval import Recall
-from flexgen_h2o.cache.tiers import CachePart
-from flexgen_h2o.cache.token_attention import TokenAttention, parts_of
+from flexgen_h2o.cache.tiers import CacheTier
+from flexgen_h2o.cache.token_attention import TokenAttention, tiers_of
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
@@ -68,7 +69,7 @@ class KVCache:
 
     Attributes
     ----------
-    parts : list of CachePart
+    tiers : list of CacheTier
         The cache by tiers.
     """
 
@@ -86,37 +87,37 @@ class KVCache:
                                          smoothing=smoothing)
         counts = split(size.sequences, policy.cache) if shape.num_layers else (0, 0, 0)
 
-        def new_parts(name: str, slot_layout: SlotLayout, slots: tuple[int, ...], *,
-                      on_host: bool = False, **recall: Sequence) -> list[CachePart]:
-            return make_parts(
+        def new_tiers(name: str, slot_layout: SlotLayout, slots: tuple[int, ...], *,
+                      on_host: bool = False, **recall: Any) -> list[CacheTier]:
+            return make_tiers(
                 slot_layout, Capacity(size.batches, slots), counts, transfers=transfers,
                 on_host=on_host,
                 file=lambda nbytes: run_folder().file(f"{name}.bin", nbytes), **recall)
 
-        self.parts: list[CachePart] = new_parts(
+        self.tiers: list[CacheTier] = new_tiers(
             "cache", shape.slot_layout(), size.slots,
             on_host=policy.cpu_cache_compute and transfers.device.separate,
             recalled=[h2o is not None and budgets.num_selected(h2o, layer, 1) is not None
                       for layer in range(shape.num_layers)],
             hot_slots=[budgets.num_hot_slots(h2o, layer, slots, policy.fast_set)
                        if policy.fetch_chosen else 0 for layer, slots in enumerate(size.slots)])
-        self._prompt_parts: list[CachePart] = self.parts
-        """Parts that hold prompts until their last chunk. A full cache has capacity for them."""
+        self._prompt_tiers: list[CacheTier] = self.tiers
+        """Tiers that hold prompts until their last chunk. A full cache has capacity for them."""
         evicts_chunks = self._h2o is not None and self._h2o.evicts_chunks(
             compressed=shape.layout is not None)
         if size.prompt and not evicts_chunks and (self._h2o is not None
                                                   or shape.layout is not None):
-            self._prompt_parts = new_parts("prompts", shape.slot_layout(quantized=False),
+            self._prompt_tiers = new_tiers("prompts", shape.slot_layout(quantized=False),
                                            (size.prompt,) * shape.num_layers)
 
         self._recall: Recall | None = None
         if h2o is not None and h2o.recall:
-            self._recall = Recall(shape, size, h2o, parts=self.parts, device=transfers.device)
+            self._recall = Recall(shape, size, h2o, tiers=self.tiers, device=transfers.device)
         self._prompt_attention = PromptAttention(
-            shape, self._h2o, parts=self.parts, prompt_parts=self._prompt_parts,
+            shape, self._h2o, tiers=self.tiers, prompt_tiers=self._prompt_tiers,
             evictions=self._evictions, recall=self._recall)
         self._token_attention = TokenAttention(
-            shape, self._h2o, parts=self.parts, evictions=self._evictions, recall=self._recall,
+            shape, self._h2o, tiers=self.tiers, evictions=self._evictions, recall=self._recall,
             host_sequences=counts[1], transfers=transfers)
 
     # Blocks
@@ -128,11 +129,11 @@ class KVCache:
         """
         self._token_attention.reset()
         continues = any(batch_layout.has_continued for batch_layout in batches)
-        for part in dict.fromkeys([*self.parts, *self._prompt_parts]):
+        for tier in dict.fromkeys([*self.tiers, *self._prompt_tiers]):
             if continues:
-                part.synchronize()
+                tier.synchronize()
             else:
-                part.reset()
+                tier.reset()
         self._roll_back_continued(batches)
         states = self._evictions.begin(batches)
         if not continues:
@@ -142,56 +143,56 @@ class KVCache:
             layer_states = {key[1:]: states.pop(key) for key in list(states) if key[0] == layer}
             entries: ContinuedEntries = {}
             if continues:
-                entries = copy_continued(layer, self.parts, batches, states=layer_states,
+                entries = copy_continued(layer, self.tiers, batches, states=layer_states,
                                          h2o=self._h2o)
-            for part in self.parts:
-                part.begin(layer, [(len(batch_layout), plans[layer].slots) for batch_layout, plans
+            for tier in self.tiers:
+                tier.begin(layer, [(len(batch_layout), plans[layer].slots) for batch_layout, plans
                                    in zip(batches, self._evictions.plans, strict=True)])
-            for part in self._prompt_parts if self._prompt_parts is not self.parts else ():
-                part.begin(layer, [(len(batch_layout), max(batch_layout.lengths))
+            for tier in self._prompt_tiers if self._prompt_tiers is not self.tiers else ():
+                tier.begin(layer, [(len(batch_layout), max(batch_layout.lengths))
                                    for batch_layout in batches])
             # Eviction states are small and live until the block ends. Created during a prefill,
             # they would fragment the heap: the next large tensor no longer fits where the last was.
             for batch in range(len(batches)):
-                for part in self._parts_of(batch):
-                    self._evictions.state(layer, batch, part)
+                for tier in self._tiers_of(batch):
+                    self._evictions.state(layer, batch, tier)
             for batch in range(len(batches)):
                 self._write_continued(layer, batch, entries)
 
     def _write_continued(self, layer: int, batch: int, entries: ContinuedEntries) -> None:
         """Cache the continued sequences of a batch."""
         batch_layout = self._batch_layouts[batch]
-        for part in self._parts_of(batch):
-            if self._holds_continued(batch, part):
-                state = self._evictions.state(layer, batch, part)
-                sequences = part.sequences(batch)
-                part.load(layer, batch, fetch=False,
+        for tier in self._tiers_of(batch):
+            if self._holds_continued(batch, tier):
+                state = self._evictions.state(layer, batch, tier)
+                sequences = tier.sequences(batch)
+                tier.load(layer, batch, fetch=False,
                           cached=batch_layout.max_tokens(0) if state is None else None)
                 write_continued(entries, batch_layout.continued[sequences],
-                                part.get(layer, batch), state)
+                                tier.get(layer, batch), state)
                 if self._recall is not None:
-                    self._recall.on_prompt_cached(layer, batch, part, tokens=[
+                    self._recall.on_prompt_cached(layer, batch, tier, tokens=[
                         (sequence, 0, batch_layout.tokens(sequence, 0)
                          if batch_layout.origin(sequence) else 0)
                         for sequence in range(sequences.start, sequences.stop)])
-                part.store(layer, batch, None)
+                tier.store(layer, batch, None)
 
     def _roll_back_continued(self, batches: Sequence[BatchLayout]) -> None:
         """Undo the rejected drafts of sequences that continue in the next block."""
         for batch_layout in batches:
             for origin, length in zip(batch_layout.continued, batch_layout.lengths, strict=False):
                 for layer in range(self.shape.num_layers) if origin is not None else ():
-                    for part in self._parts_of(origin.batch):
-                        if self._token_attention.has_drafts(layer, origin.batch, part):
-                            part.load(layer, origin.batch, fetch=True)
-                            self._token_attention.roll_back(layer, origin.batch, part,
+                    for tier in self._tiers_of(origin.batch):
+                        if self._token_attention.has_drafts(layer, origin.batch, tier):
+                            tier.load(layer, origin.batch, fetch=True)
+                            self._token_attention.roll_back(layer, origin.batch, tier,
                                                             length + origin.generated - 1)
-                            part.store(layer, origin.batch, None)
+                            tier.store(layer, origin.batch, None)
         self._token_attention.keep_drafts()
 
-    def _holds_continued(self, batch: int, part: CachePart) -> bool:
-        """Return whether a part holds continued sequences of a batch."""
-        return any(self._batch_layouts[batch].continued[part.sequences(batch)])
+    def _holds_continued(self, batch: int, tier: CacheTier) -> bool:
+        """Return whether a tier holds continued sequences of a batch."""
+        return any(self._batch_layouts[batch].continued[tier.sequences(batch)])
 
     def resume(self, batches: Sequence[BatchLayout]) -> None:
         """Continue the sequences of `begin` in another run.
@@ -199,8 +200,8 @@ class KVCache:
         Their slots stay as `begin` allocated them, so `begin` must be given the final lengths.
         """
         self._token_attention.reset()
-        for part in self.parts:
-            part.synchronize()
+        for tier in self.tiers:
+            tier.synchronize()
         self._begin_batches(batches)
 
     def _begin_batches(self, batches: Sequence[BatchLayout]) -> None:
@@ -215,19 +216,19 @@ class KVCache:
                    in zip(self._batch_layouts, self._evictions.plans, strict=True)
                    for plan in plans)
 
-    def _parts_of(self, batch: int, parts: list[CachePart] | None = None) -> list[CachePart]:
-        """Return the parts that hold sequences of a batch."""
-        return parts_of(parts or self.parts, self._batch_layouts[batch])
+    def _tiers_of(self, batch: int, tiers: list[CacheTier] | None = None) -> list[CacheTier]:
+        """Return the tiers that hold sequences of a batch."""
+        return tiers_of(tiers or self.tiers, self._batch_layouts[batch])
 
     @property
     def attends_on_host(self) -> bool:
-        """True if attention over a part runs on the host although compute is on a GPU."""
-        return any(part.on_host for part in self.parts)
+        """True if attention over a tier runs on the host although compute is on a GPU."""
+        return any(tier.on_host for tier in self.tiers)
 
     @property
     def is_resident(self) -> bool:
         """True if `load` and `store` are no-ops."""
-        return all(part.is_resident for part in (*self.parts, *self._prompt_parts))
+        return all(tier.is_resident for tier in (*self.tiers, *self._prompt_tiers))
 
     # Before compute
 
@@ -241,20 +242,20 @@ class KVCache:
                 newest = self._token_attention.newest_token(batch) + drafts
             cached = batch_layout.max_tokens(max(0, newest))
         if not batch_layout.in_prefill(forward_pass):
-            for part in self._parts_of(batch):
-                if not part.fetches_selected(layer):
-                    part.load(layer, batch, fetch=True, cached=cached,
+            for tier in self._tiers_of(batch):
+                if not tier.fetches_selected(layer):
+                    tier.load(layer, batch, fetch=True, cached=cached,
                               keys_only=self.shape.attn_sparsity < 1)
             return
-        separate = self._prompt_parts is not self.parts
+        separate = self._prompt_tiers is not self.tiers
         if batch_layout.appends:
-            for part in self._parts_of(batch, self._prompt_parts):
-                continued = not separate and self._holds_continued(batch, part)
-                part.load(layer, batch, fetch=continued or batch_layout.has_cached(forward_pass),
+            for tier in self._tiers_of(batch, self._prompt_tiers):
+                continued = not separate and self._holds_continued(batch, tier)
+                tier.load(layer, batch, fetch=continued or batch_layout.has_cached(forward_pass),
                           cached=None if separate else cached)
         if batch_layout.token(forward_pass) == 0 and (separate or not batch_layout.appends):
-            for part in self._parts_of(batch):
-                part.load(layer, batch, fetch=self._holds_continued(batch, part), cached=cached)
+            for tier in self._tiers_of(batch):
+                tier.load(layer, batch, fetch=self._holds_continued(batch, tier), cached=cached)
 
     # Prompts
 
@@ -275,7 +276,7 @@ class KVCache:
                      drafted: bool = False) -> PendingAttention:
         """Start attention from one new token of each sequence; cache the new tokens; evict.
 
-        Attention over a part in host memory may run as a background job on the CPU.
+        Attention over a tier in host memory may run as a background job on the CPU.
 
         Parameters
         ----------
@@ -309,22 +310,22 @@ class KVCache:
         batch_layout = self._batch_layouts[batch]
         cut = batch_layout.token(forward_pass) >= 0
         decode = not batch_layout.in_prefill(forward_pass)
-        for part in self._parts_of(batch, self.parts if cut else self._prompt_parts):
-            if not (decode and part.fetches_selected(layer)):
-                part.store(layer, batch, self._token_attention.take_update(layer, batch, part))
+        for tier in self._tiers_of(batch, self.tiers if cut else self._prompt_tiers):
+            if not (decode and tier.fetches_selected(layer)):
+                tier.store(layer, batch, self._token_attention.take_update(layer, batch, tier))
 
     # Prefetch of selected tokens
 
     @property
     def recall_counts(self) -> RecallCounts | None:
         """Counts of recalled tokens so far; None without a hot set. Waits for a GPU's counts."""
-        return next((replace(part.counts) for part in self.parts if self._fetches_selected
-                     and isinstance(part, DiskRecallPart | ZeroCopyPart)), None)
+        return next((replace(tier.counts) for tier in self.tiers if self._fetches_selected
+                     and isinstance(tier, DiskRecallTier | ZeroCopyTier)), None)
 
     @property
     def supports_prefetch(self) -> bool:
         """True if `prefetch_token` can fetch tokens ahead of their selection."""
-        return any(isinstance(part, DiskRecallPart) for part in self.parts)
+        return any(isinstance(tier, DiskRecallTier) for tier in self.tiers)
 
     # Capture and replay of decode steps on a CPU
 

@@ -38,7 +38,7 @@ class SlotLayout:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Capacity of a part of a cache: batches of a block, and slots of a sequence in each layer."""
+    """Capacity of a tier of a cache: batches of a block, and slots of a sequence in each layer."""
 
     batches: int
     slots: tuple[int, ...]

@@ -15,7 +15,7 @@ from flexgen_h2o.cache.chunked_prefill import LayerAttention, SequenceState, app
 from flexgen_h2o.cache.eviction_state import EvictionStates, Rope
 from flexgen_h2o.cache.layout import CacheShape
 from flexgen_h2o.cache.retrieval import Recall
-from flexgen_h2o.cache.tiers import CachePart
+from flexgen_h2o.cache.tiers import CacheTier
 from flexgen_h2o.config.cache_layout import split_slots
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o import budget as budgets
@@ -33,23 +33,23 @@ class PromptAttention:
     shape : CacheShape
     h2o : H2OConfig or None
         None: never evict.
-    parts : sequence of CachePart
-        Parts of the cache.
-    prompt_parts : sequence of CachePart
-        Parts that hold prompts until their last chunk: `parts`, or others that hold whole prompts.
+    tiers : sequence of CacheTier
+        Tiers of the cache.
+    prompt_tiers : sequence of CacheTier
+        Tiers that hold prompts until their last chunk: `tiers`, or others that hold whole prompts.
     evictions : EvictionStates
         Eviction states of the cache, which calls their `begin`.
     recall : Recall or None
     """
 
-    def __init__(self, shape: CacheShape, h2o: H2OConfig | None, *, parts: Sequence[CachePart],
-                 prompt_parts: Sequence[CachePart], evictions: EvictionStates,
+    def __init__(self, shape: CacheShape, h2o: H2OConfig | None, *, tiers: Sequence[CacheTier],
+                 prompt_tiers: Sequence[CacheTier], evictions: EvictionStates,
                  recall: Recall | None):
         self._shape = shape
         self._h2o = h2o
-        self._parts = parts
-        self._prompt_parts = prompt_parts
-        self._separate = prompt_parts is not parts
+        self._tiers = tiers
+        self._prompt_tiers = prompt_tiers
+        self._separate = prompt_tiers is not tiers
         self._evictions = evictions
         self._recall = recall
         self._batch_layouts: Sequence[BatchLayout] = ()
@@ -137,10 +137,10 @@ class PromptAttention:
     def _append(self, layer: int, batch: int, span: PromptChunk, q, k, v,
                 attention: LayerAttention) -> torch.Tensor:
         """Append a chunk to the cache of its sequence, and evict down to the budget."""
-        part = self._part_of(span.sequence)
-        row = span.sequence - part.first
+        tier = self._tier_of(span.sequence)
+        row = span.sequence - tier.first
         limit = budgets.budget(self._h2o, layer, self._batch_layouts[batch].lengths[span.sequence])
-        state = self._evictions.state(layer, batch, part)
+        state = self._evictions.state(layer, batch, tier)
         sequence = SequenceState(cached=span.start, tokens=span.start)
         if state is not None:
             sequence = SequenceState(min(span.start, limit.total), span.start, limit.heavy,
@@ -149,17 +149,17 @@ class PromptAttention:
             if state.ranks is not None:
                 tables = self._evictions.rope_tables(sequence.cached + len(span))
                 state = replace(state, rope=tables)
-        out = append_chunk(q, k, v, slots=part.get(layer, batch)[:, row], sequence=sequence,
+        out = append_chunk(q, k, v, slots=tier.get(layer, batch)[:, row], sequence=sequence,
                            state=state, layout=self._shape.layout, attention=attention,
                            smoothing=self._evictions.smoothing(layer, batch))
-        self._on_cached(layer, batch, part, [(span.sequence, span.start, span.end)])
+        self._on_cached(layer, batch, tier, [(span.sequence, span.start, span.end)])
         return out
 
     def _attend_chunk(self, layer: int, batch: int, span: PromptChunk, q, k, v,
                       attention: LayerAttention) -> torch.Tensor:
         """Attend from a chunk over its whole prompt so far; cut the prompt at its end."""
-        part = next(part for part in self._prompt_parts if span.sequence < part.last)
-        prompt = part.get(layer, batch)[:, span.sequence - part.first]
+        tier = next(tier for tier in self._prompt_tiers if span.sequence < tier.last)
+        prompt = tier.get(layer, batch)[:, span.sequence - tier.first]
         for target, new in zip(prompt, (k, v), strict=False):  # a latent cache has keys only
             target[:, span.start : span.end] = new.transpose(0, 1)
         cached, values = ops.split_vectors(
@@ -194,17 +194,17 @@ class PromptAttention:
             k = k.clone()
             ops.rotate_(k, None, smoothing.keys)
         first = 0
-        for part in self._parts:
-            part_spans = [span for span in spans if part.first <= span.sequence < part.last]
-            if not part_spans:
+        for tier in self._tiers:
+            tier_spans = [span for span in spans if tier.first <= span.sequence < tier.last]
+            if not tier_spans:
                 continue
-            cuts = [self._cut(layer, span.end) for span in part_spans]
+            cuts = [self._cut(layer, span.end) for span in tier_spans]
             rows = slice(first, first + sum(cut.length for cut in cuts))
             first = rows.stop
-            sequences = slice(part_spans[0].sequence - part.first,
-                              part_spans[-1].sequence + 1 - part.first)
-            slots = part.get(layer, batch)[:, sequences]
-            state = self._evictions.state(layer, batch, part)
+            sequences = slice(tier_spans[0].sequence - tier.first,
+                              tier_spans[-1].sequence + 1 - tier.first)
+            slots = tier.get(layer, batch)[:, sequences]
+            state = self._evictions.state(layer, batch, tier)
             if state is not None:
                 state = narrow_state(state, sequences)
                 if state.eviction.window and state.eviction.policy is None:
@@ -216,8 +216,8 @@ class PromptAttention:
             elif self._batch_layouts[batch].chunk is None or self._separate:
                 # Otherwise the chunks are in their slots already.
                 self._cache_whole(slots, cuts, k[rows], v[rows])
-                self._on_cached(layer, batch, part, [(span.sequence, 0, span.end)
-                                                     for span in part_spans])
+                self._on_cached(layer, batch, tier, [(span.sequence, 0, span.end)
+                                                     for span in tier_spans])
 
     def _cut(self, layer: int, length: int) -> Cut:
         budget = budgets.budget(self._h2o, layer, length)
@@ -250,24 +250,24 @@ class PromptAttention:
             for original, copy in zip(originals, self._prompt_tensors(layer, batch, target),
                                       strict=True):
                 copy.copy_(original)
-            self._on_cached(layer, batch, self._part_of(target), [
+            self._on_cached(layer, batch, self._tier_of(target), [
                 (target, 0, self._batch_layouts[batch].lengths[target])])
 
     def _prompt_tensors(self, layer: int, batch: int, sequence: int) -> list[torch.Tensor]:
         """Return the slots of a cached prompt, and the tensors of its eviction state."""
-        part = self._part_of(sequence)
-        row = sequence - part.first
-        slots = part.get(layer, batch)[:, row]
-        state = self._evictions.state(layer, batch, part)
+        tier = self._tier_of(sequence)
+        row = sequence - tier.first
+        slots = tier.get(layer, batch)[:, row]
+        state = self._evictions.state(layer, batch, tier)
         if state is None:
             return [slots[:, :, : self._batch_layouts[batch].lengths[sequence]]]
         return [slots, *(x[row] for x in state.tensors)]
 
-    def _part_of(self, sequence: int) -> CachePart:
-        return next(part for part in self._parts if sequence < part.last)
+    def _tier_of(self, sequence: int) -> CacheTier:
+        return next(tier for tier in self._tiers if sequence < tier.last)
 
-    def _on_cached(self, layer: int, batch: int, part: CachePart,
+    def _on_cached(self, layer: int, batch: int, tier: CacheTier,
                    tokens: Sequence[tuple[int, int, int]]) -> None:
         """Index tokens (sequence, first, end) that were put into slots, if there is recall."""
         if self._recall is not None:
-            self._recall.on_prompt_cached(layer, batch, part, tokens=tokens)
+            self._recall.on_prompt_cached(layer, batch, tier, tokens=tokens)

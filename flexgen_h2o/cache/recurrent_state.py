@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from flexgen_h2o.cache.disk_recall import make_tiers
 from flexgen_h2o.cache.layout import CacheSize, Capacity, SlotLayout
-from flexgen_h2o.cache.tiers import CachePart, FetchedPart, ResidentPart, WriteBackLog
-from flexgen_h2o.cache.token_attention import parts_of
+from flexgen_h2o.cache.tiers import CacheTier, FetchedTier, WriteBackLog
+from flexgen_h2o.cache.token_attention import tiers_of
 from flexgen_h2o.config.layers import RecurrentConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
@@ -30,7 +31,7 @@ Rule = Callable[..., Tensor]
 sequences, in place, and return the output rows. States are [sequences, state_size]."""
 
 
-class _FetchedStates(FetchedPart):
+class _FetchedStates(FetchedTier):
     """States that are fetched before use, and stored whole: there are no updates of slots."""
 
     def _staging(self, nbytes: int, sequences: int) -> StagingBuffer:
@@ -63,43 +64,33 @@ class RecurrentStates:
                  transfers: Transfers, run_folder: Callable[[], RunFolder]):
         self._layers = range(num_layers)
         self._batch_layouts: Sequence[BatchLayout] = ()
-        device = transfers.device
-        layout = SlotLayout(1, config.state_size, torch.float32, kinds=1)
-        capacity = Capacity(size.batches, (1,) * num_layers)
-        gpu, cpu, disk = split(size.sequences, policy.cache)
-        if not device.separate:
-            gpu, cpu = gpu + cpu, 0
-        self.parts: list[CachePart] = []
-        if gpu:
-            self.parts.append(ResidentPart(layout, 0, gpu, capacity=capacity, device=device))
-        for first, count, on_disk in ((gpu, cpu, False), (gpu + cpu, disk, True)):
-            if count:
-                path = run_folder().file("states.bin", FetchedPart.file_bytes(
-                    layout, count, capacity)) if on_disk else None
-                self.parts.append(_FetchedStates(layout, first, first + count, capacity=capacity,
-                                                 transfers=transfers, path=path))
+        self.tiers = make_tiers(
+            SlotLayout(1, config.state_size, torch.float32, kinds=1),
+            Capacity(size.batches, (1,) * num_layers), split(size.sequences, policy.cache),
+            transfers=transfers, on_host=False, fetched=_FetchedStates,
+            file=lambda nbytes: run_folder().file("states.bin", nbytes))
 
     @property
     def is_resident(self) -> bool:
         """True if `load` and `store` are no-ops."""
-        return all(part.is_resident for part in self.parts)
+        return all(tier.is_resident for tier in self.tiers)
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a block. Keep the states of continued sequences and discard the others."""
         continues = any(batch_layout.has_continued for batch_layout in batches)
-        for part in self.parts:
+        for tier in self.tiers:
             if continues:
-                part.synchronize()
+                tier.synchronize()
             else:
-                part.reset()
+                tier.reset()
         last, self._batch_layouts = self._batch_layouts, batches
         for layer in self._layers:
             states = self._copy_continued(layer, last) if continues else {}
-            for part in self.parts:
-                part.begin(layer, [(len(batch_layout), 1) for batch_layout in batches])
+            for tier in self.tiers:
+                tier.begin(layer, [(len(batch_layout), 1) for batch_layout in batches])
             for batch in range(len(batches)):
-                for part in self._parts_of(batch):
-                    self._write_continued(layer, batch, part, states)
+                for tier in self._tiers_of(batch):
+                    self._write_continued(layer, batch, tier, states)
 
     def _copy_continued(self, layer: int, last: Sequence[BatchLayout]
                         ) -> dict[tuple[int, int], Tensor]:
@@ -108,46 +99,46 @@ class RecurrentStates:
                    for origin in batch_layout.continued if origin is not None]
         states: dict[tuple[int, int], Tensor] = {}
         for batch in sorted({origin.batch for origin in origins}):
-            for part in parts_of(self.parts, last[batch]):
+            for tier in tiers_of(self.tiers, last[batch]):
                 sequences = [origin.sequence for origin in origins if origin.batch == batch
-                             and part.first <= origin.sequence < part.last]
+                             and tier.first <= origin.sequence < tier.last]
                 if sequences:
-                    part.load(layer, batch, fetch=True)
-                    rows = _rows(part.get(layer, batch))
-                    states |= {(batch, sequence): rows[sequence - part.first].clone()
+                    tier.load(layer, batch, fetch=True)
+                    rows = _rows(tier.get(layer, batch))
+                    states |= {(batch, sequence): rows[sequence - tier.first].clone()
                                for sequence in sequences}
         return states
 
-    def _write_continued(self, layer: int, batch: int, part: CachePart,
+    def _write_continued(self, layer: int, batch: int, tier: CacheTier,
                          states: dict[tuple[int, int], Tensor]) -> None:
-        continued = self._continued(batch, part)
+        continued = self._continued(batch, tier)
         if any(continued):
-            part.load(layer, batch, fetch=False)
-            for row, origin in zip(_rows(part.get(layer, batch)), continued, strict=False):
+            tier.load(layer, batch, fetch=False)
+            for row, origin in zip(_rows(tier.get(layer, batch)), continued, strict=False):
                 if origin is not None:
                     row.copy_(states[origin.batch, origin.sequence])
-            part.store(layer, batch, None)
+            tier.store(layer, batch, None)
 
-    def _continued(self, batch: int, part: CachePart) -> Sequence:
-        """Return the origins of the sequences of a part; None: a new sequence."""
-        return self._batch_layouts[batch].continued[part.sequences(batch)]
+    def _continued(self, batch: int, tier: CacheTier) -> Sequence:
+        """Return the origins of the sequences of a tier; None: a new sequence."""
+        return self._batch_layouts[batch].continued[tier.sequences(batch)]
 
     def resume(self, batches: Sequence[BatchLayout]) -> None:
         """Continue the sequences of `begin` in another run."""
-        for part in self.parts:
-            part.synchronize()
+        for tier in self.tiers:
+            tier.synchronize()
         self._batch_layouts = batches
 
     def load(self, layer: int, batch: int, forward_pass: int) -> None:
         """Start loading the states that compute of (layer, batch) needs."""
         cached = self._batch_layouts[batch].has_cached(forward_pass)
-        for part in self._parts_of(batch):
-            part.load(layer, batch, fetch=cached or any(self._continued(batch, part)))
+        for tier in self._tiers_of(batch):
+            tier.load(layer, batch, fetch=cached or any(self._continued(batch, tier)))
 
     def store(self, layer: int, batch: int, forward_pass: int) -> None:
         """Start writing back the states that compute of (layer, batch) changed."""
-        for part in self._parts_of(batch):
-            part.store(layer, batch, None)
+        for tier in self._tiers_of(batch):
+            tier.store(layer, batch, None)
 
     def advance(self, layer: int, batch: int, rule: Rule, *rows: Tensor,
                 spans: Sequence[PromptChunk]) -> Tensor:
@@ -166,19 +157,19 @@ class RecurrentStates:
         Tensor [rows, ...]
         """
         outputs, first = [], 0
-        for part in self._parts_of(batch):
-            part_spans = [span for span in spans if part.first <= span.sequence < part.last]
-            if not part_spans:
+        for tier in self._tiers_of(batch):
+            tier_spans = [span for span in spans if tier.first <= span.sequence < tier.last]
+            if not tier_spans:
                 continue
-            states = _rows(part.get(layer, batch))
-            lengths = [len(span) for span in part_spans]
+            states = _rows(tier.get(layer, batch))
+            lengths = [len(span) for span in tier_spans]
             places = slice(first, first + sum(lengths))
             first = places.stop
-            for span in part_spans:
+            for span in tier_spans:
                 if span.start == 0:
-                    states[span.sequence - part.first].zero_()
+                    states[span.sequence - tier.first].zero_()
             outputs.append(rule(*(x[places] for x in rows), states, lengths=lengths,
-                                sequences=[span.sequence - part.first for span in part_spans]))
+                                sequences=[span.sequence - tier.first for span in tier_spans]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
@@ -187,13 +178,13 @@ class RecurrentStates:
             self._state(layer, batch, target).copy_(self._state(layer, batch, source))
 
     def _state(self, layer: int, batch: int, sequence: int) -> Tensor:
-        part = next(part for part in self.parts if sequence < part.last)
-        return _rows(part.get(layer, batch))[sequence - part.first]
+        tier = next(tier for tier in self.tiers if sequence < tier.last)
+        return _rows(tier.get(layer, batch))[sequence - tier.first]
 
-    def _parts_of(self, batch: int) -> list[CachePart]:
-        return parts_of(self.parts, self._batch_layouts[batch])
+    def _tiers_of(self, batch: int) -> list[CacheTier]:
+        return tiers_of(self.tiers, self._batch_layouts[batch])
 
 
 def _rows(slots: Tensor) -> Tensor:
-    """Return the states of a part, [sequences, state_size]."""
+    """Return the states of a tier, [sequences, state_size]."""
     return slots[0, :, 0, 0]

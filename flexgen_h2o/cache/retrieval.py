@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.cache.layout import CacheShape, CacheSize
-from flexgen_h2o.cache.tiers import CachePart, SelectedTokens
+from flexgen_h2o.cache.tiers import CacheTier, SelectedTokens
 from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout, split_slots
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o import budget
@@ -29,7 +29,7 @@ from flexgen_h2o.storage.tiers import PAGE, Device, round_up
 
 @dataclass(frozen=True)
 class RecallStep:
-    """The metadata of a decode step of a part's sequences, for all layers of one budget.
+    """The metadata of a decode step of a tier's sequences, for all layers of one budget.
 
     Attributes
     ----------
@@ -71,8 +71,8 @@ class Recall:
     size : CacheSize
     h2o : H2OConfig
         With `recall`.
-    parts : sequence of CachePart
-        Parts of the cache.
+    tiers : sequence of CacheTier
+        Tiers of the cache.
     device : Device
 
     Attributes
@@ -82,20 +82,20 @@ class Recall:
     """
 
     def __init__(self, shape: CacheShape, size: CacheSize, h2o: H2OConfig, *,
-                 parts: Sequence[CachePart], device: Device):
+                 tiers: Sequence[CacheTier], device: Device):
         self._shape = shape
         self._h2o = h2o
         self._layout = IndexLayout(shape.head_dim, h2o.index_bits)
         self._slots = [slots if budget.num_selected(h2o, layer, 1) is not None else 0
                        for layer, slots in enumerate(size.slots)]
         self._buffers, self._starts = {}, {}
-        for part in parts:
-            sizes = [round_up((part.last - part.first) * shape.kv_heads
+        for tier in tiers:
+            sizes = [round_up((tier.last - tier.first) * shape.kv_heads
                               * self._layout.nbytes(slots), PAGE) for slots in self._slots]
             starts = [0, *accumulate(nbytes * size.batches for nbytes in sizes)]
-            empty = device.host_empty if part.on_host else device.empty
-            self._buffers[part.first] = empty(starts[-1])
-            self._starts[part.first] = [
+            empty = device.host_empty if tier.on_host else device.empty
+            self._buffers[tier.first] = empty(starts[-1])
+            self._starts[tier.first] = [
                 [start + batch * nbytes for batch in range(size.batches)]
                 for start, nbytes in zip(starts, sizes, strict=False)]
         self.budget_layers = tuple({h2o.ratios(layer): layer for layer, slots
@@ -123,37 +123,37 @@ class Recall:
         self._steps.clear()
         self._selected.clear()
 
-    def index(self, layer: int, batch: int, part: CachePart) -> Tensor | None:
-        """Return the index of a part's sequences, uint8 [sequences, kv_heads, tiles, tile_bytes].
+    def index(self, layer: int, batch: int, tier: CacheTier) -> Tensor | None:
+        """Return the index of a tier's sequences, uint8 [sequences, kv_heads, tiles, tile_bytes].
 
         None in layers that attend to all cached tokens.
         """
         if not self._slots[layer]:
             return None
-        sequences = part.sequences(batch)
-        start = self._starts[part.first][layer][batch]
+        sequences = tier.sequences(batch)
+        start = self._starts[tier.first][layer][batch]
         shape = (sequences.stop - sequences.start, self._shape.kv_heads,
                  self._layout.tiles(self._slots[layer]), self._layout.tile_bytes)
         nbytes = torch.Size(shape).numel()
-        return self._buffers[part.first][start : start + nbytes].view(shape)
+        return self._buffers[tier.first][start : start + nbytes].view(shape)
 
-    def on_prompt_cached(self, layer: int, batch: int, part: CachePart, *,
+    def on_prompt_cached(self, layer: int, batch: int, tier: CacheTier, *,
                          tokens: Sequence[tuple[int, int, int]]) -> None:
-        """Index prompts that have been put into their slots, and notify the part.
+        """Index prompts that have been put into their slots, and notify the tier.
 
         `tokens` are (sequence of the batch, first, end) of neighbouring sequences.
         """
-        index = self.index(layer, batch, part)
+        index = self.index(layer, batch, tier)
         if index is not None:
-            rows = slice(tokens[0][0] - part.first, tokens[-1][0] - part.first + 1)
+            rows = slice(tokens[0][0] - tier.first, tokens[-1][0] - tier.first + 1)
             firsts = [first for _, first, _ in tokens]
             counts = [end - first for _, first, end in tokens]
-            ops.index_keys(self._keys(part.get(layer, batch)[:, rows]), index[rows],
+            ops.index_keys(self._keys(tier.get(layer, batch)[:, rows]), index[rows],
                            torch.tensor([firsts, firsts, counts], dtype=torch.int32),
                            layout=self._layout, key_layout=self._key_groups)
-        part.on_prompt_cached(layer, batch, tokens)
+        tier.on_prompt_cached(layer, batch, tokens)
 
-    def step(self, layer: int, batch: int, part: CachePart, *, tokens: Sequence[int],
+    def step(self, layer: int, batch: int, tier: CacheTier, *, tokens: Sequence[int],
              device: torch.device) -> RecallStep | None:
         """Return the metadata of a step; `tokens` are as of `RecallStep`.
 
@@ -161,10 +161,10 @@ class Recall:
         """
         if not self._slots[layer]:
             return None
-        key = self._step_key(layer, batch, part)
+        key = self._step_key(layer, batch, tier)
         step = self._steps.get(key)
         if step is None or step.tokens != list(tokens):
-            lengths = self._batch_layouts[batch].lengths[part.sequences(batch)]
+            lengths = self._batch_layouts[batch].lengths[tier.sequences(batch)]
             counts = [self._num_selected(layer, length, count)
                       for length, count in zip(lengths, tokens, strict=True)]
             cached = [count - 1 for count in tokens]
@@ -176,8 +176,8 @@ class Recall:
                                                  spans)
         return step
 
-    def _step_key(self, layer: int, batch: int, part: CachePart) -> tuple:
-        return batch, part.first, self._h2o.ratios(layer)
+    def _step_key(self, layer: int, batch: int, tier: CacheTier) -> tuple:
+        return batch, tier.first, self._h2o.ratios(layer)
 
     def _num_selected(self, layer: int, length: int, tokens: int) -> int:
         """Return how many cached tokens the last of a sequence's `tokens` attends to."""
@@ -190,7 +190,7 @@ class Recall:
                                 top_k=step.top_k, **options)
         return SelectedTokens(slots, step.metadata, step.spans)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, part: CachePart, where: tuple[int, int],
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, tier: CacheTier, where: tuple[int, int],
                step: RecallStep, **options: Any) -> tuple[Tensor, Tensor]:
         """Attend from one new token of each sequence to the tokens that it selects.
 
@@ -200,8 +200,8 @@ class Recall:
         ----------
         q : Tensor [sequences, heads, head_dim]
         k, v : Tensor [sequences, kv_heads, head_dim]
-        part : CachePart
-            Part that holds these sequences.
+        tier : CacheTier
+            Tier that holds these sequences.
         **options
             The variant of attention.
 
@@ -215,16 +215,16 @@ class Recall:
             offsets = options.get("offsets")
             return options if offsets is None else options | {"offsets": offsets[rows]}
 
-        index = self.index(*where, part)
-        groups = part.fetch_groups(where[0], len(q))
-        fetches = [part.fetch_selected(*where, rows, self.select(
+        index = self.index(*where, tier)
+        groups = tier.fetch_groups(where[0], len(q))
+        fetches = [tier.fetch_selected(*where, rows, self.select(
             q[rows], k[rows], index=index[rows],
             step=step if len(groups) == 1 else step.narrow(rows),
-            log_weights=part.log_weights(*where, rows), **narrowed_options(rows)))
+            log_weights=tier.log_weights(*where, rows), **narrowed_options(rows)))
             for rows in groups]
         results = []
         for rows, selected in zip(groups, fetches, strict=True):
-            entries = part.selected_entries(*where, rows)
+            entries = tier.selected_entries(*where, rows)
             results.append(ops.recall_attention(
                 q[rows], k[rows], v[rows], slots=entries, selected=selected.slots,
                 metadata=selected.metadata, layout=self._shape.layout, **narrowed_options(rows)))
@@ -235,15 +235,15 @@ class Recall:
         out, slots = zip(*results, strict=True)
         return torch.cat(out), torch.cat(slots)
 
-    def capture(self, q: Tensor, k: Tensor, v: Tensor, *, part: CachePart, where: tuple[int, int],
+    def capture(self, q: Tensor, k: Tensor, v: Tensor, *, tier: CacheTier, where: tuple[int, int],
                 variant: VariantArguments, out: Tensor, capture: cpu_library.CapturedCalls) -> None:
         """Capture `attend` with the metadata of the newest `step`.
 
-        Parameters and shapes are as in `attend`; `out` is like q. The part is resident.
+        Parameters and shapes are as in `attend`; `out` is like q. The tier is resident.
         """
         layer, batch = where
-        index, step = self.index(*where, part), self._steps[self._step_key(layer, batch, part)]
-        slots = part.get(*where)
+        index, step = self.index(*where, tier), self._steps[self._step_key(layer, batch, tier)]
+        slots = tier.get(*where)
         top_k = max(self._num_selected(layer, length, length + new)
                     for length, new in self._batch_layouts[batch].sizes)
         # One buffer for all layers: it is free after attention.

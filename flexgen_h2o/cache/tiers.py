@@ -1,8 +1,8 @@
 """The bytes of a cache on its tiers: slots that are used in place, or fetched before use.
 
-A *part* of a cache is the sequences of every GPU batch that live on one tier. A part moves whole
-slots and does not look into them. `ResidentPart` and `FetchedPart` are here. Parts of which decode
-steps fetch only the tokens that they attend to are in `hot_set` (host memory beside a GPU) and
+A `CacheTier` holds the sequences of every GPU batch that live on one tier. It moves whole slots and
+does not look into them. `ResidentTier` and `FetchedTier` are here. Those of which decode steps
+fetch only the tokens that they attend to are in `hot_set` (host memory beside a GPU) and
 `disk_recall`.
 """
 
@@ -92,15 +92,15 @@ def gather_slots(values: torch.Tensor, index: torch.Tensor, out: torch.Tensor | 
     return gathered.view(*index.shape, width)
 
 
-class CachePart:
+class CacheTier:
     """Sequences first:last of every batch, on one tier.
 
     Attributes
     ----------
     on_host : bool
-        Attention over this part runs on the host although compute is on a GPU.
+        Attention over this tier runs on the host although compute is on a GPU.
     is_resident : bool
-        Attention uses the part in place: `load` and `store` are no-ops.
+        Attention uses the tier in place: `load` and `store` are no-ops.
     gathers_values : bool
         Keys can be fetched without values, and `gather_values` fetches single values.
     """
@@ -117,7 +117,7 @@ class CachePart:
         """(sequences, slots) of each (layer, batch)."""
 
     def attention_device(self, device: torch.device) -> torch.device:
-        """Return the device on which attention over this part runs if compute is on `device`."""
+        """Return the device on which attention over this tier runs if compute is on `device`."""
         return torch.device("cpu") if self.on_host else device
 
     def begin(self, layer: int, sizes: Sequence[tuple[int, int]]) -> None:
@@ -149,7 +149,7 @@ class CachePart:
         fetch : bool
             False: only provide a buffer.
         keys_only : bool
-            Leave values where they are if the part can gather them.
+            Leave values where they are if the tier can gather them.
         cached : int or None
             Tokens of a cache that grows by one token a step, in its first slots; None: all slots
             are needed.
@@ -195,7 +195,7 @@ class CachePart:
     def log_weights(self, layer: int, batch: int, rows: slice) -> torch.Tensor | None:
         """Return running means of attention weights that `ops.select_keys` updates in place.
 
-        int32 [sequences, kv_heads, tokens], for some sequences; None if the part keeps none.
+        int32 [sequences, kv_heads, tokens], for some sequences; None if the tier keeps none.
         """
         return None
 
@@ -219,8 +219,8 @@ class CachePart:
         return self.get(layer, batch)[:, rows]
 
 
-class ResidentPart(CachePart):
-    """A part in the memory of the device that attends over it, used in place."""
+class ResidentTier(CacheTier):
+    """A tier in the memory of the device that attends over it, used in place."""
 
     def __init__(self, slot_layout: SlotLayout, first: int, last: int, *, capacity: Capacity,
                  device: Device, on_host: bool = False):
@@ -272,7 +272,7 @@ class WriteBackLog:
 
 @dataclass
 class CacheStore(BackingStore):
-    """The backing store of one (layer, batch) of a fetched part.
+    """The backing store of one (layer, batch) of a fetched tier.
 
     `slots` is the number of slots of a head once all submitted transfers are done; 0: empty.
     """
@@ -281,8 +281,8 @@ class CacheStore(BackingStore):
     log: WriteBackLog | None = None
 
 
-class FetchedPart(CachePart):
-    """A part that is fetched before use and written back: host memory beside a GPU, or disk.
+class FetchedTier(CacheTier):
+    """A tier that is fetched before use and written back: host memory beside a GPU, or disk.
 
     Each (layer, batch) has a backing store and comes to one of a few staging buffers. A decode
     step writes back only the slots that it changed. On disk these are too small to be written one
@@ -293,7 +293,7 @@ class FetchedPart(CachePart):
     Parameters
     ----------
     path : str or None
-        The file of a part on disk; None: host memory.
+        The file of a tier on disk; None: host memory.
     """
 
     is_resident = False
@@ -322,7 +322,7 @@ class FetchedPart(CachePart):
 
     @staticmethod
     def file_bytes(slot_layout: SlotLayout, sequences: int, capacity: Capacity) -> int:
-        """Return the bytes of the file of a part with a number of sequences on disk."""
+        """Return the bytes of the file of a tier with a number of sequences on disk."""
         return capacity.batches * sum(round_up(slot_layout.nbytes(sequences, slots), PAGE)
                                       for slots in capacity.slots)
 

@@ -1,6 +1,6 @@
 """Attention from the new tokens of decode steps, which caches them and evicts.
 
-Each part of the cache (`tiers`) attends by itself: by the kernels, by recall, with sparse values,
+Each tier of the cache (`tiers`) attends by itself: by the kernels, by recall, with sparse values,
 or as a job on the host. Drafted tokens can be undone. On a CPU a step can be captured once and
 replayed.
 """
@@ -23,7 +23,7 @@ from flexgen_h2o.cache.draft_journal import DraftJournal
 from flexgen_h2o.cache.eviction_state import EvictionStates, Rope, StepMetadata
 from flexgen_h2o.cache.layout import CacheShape
 from flexgen_h2o.cache.retrieval import Recall, RecallStep
-from flexgen_h2o.cache.tiers import CachePart, SlotUpdate
+from flexgen_h2o.cache.tiers import CacheTier, SlotUpdate
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.key_smoothing import BasisChange
@@ -34,9 +34,9 @@ from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.storage.transfer import Transfers
 
 
-def parts_of(parts: Sequence[CachePart], batch_layout: BatchLayout) -> list[CachePart]:
-    """Return the parts that hold sequences of a batch."""
-    return [part for part in parts if part.first < len(batch_layout)]
+def tiers_of(tiers: Sequence[CacheTier], batch_layout: BatchLayout) -> list[CacheTier]:
+    """Return the tiers that hold sequences of a batch."""
+    return [tier for tier in tiers if tier.first < len(batch_layout)]
 
 
 class TokenAttention:
@@ -47,8 +47,8 @@ class TokenAttention:
     shape : CacheShape
     h2o : H2OConfig or None
         None: never evict.
-    parts : sequence of CachePart
-        Parts of the cache.
+    tiers : sequence of CacheTier
+        Tiers of the cache.
     evictions : EvictionStates
         Eviction states of the cache, which calls their `begin`.
     recall : Recall or None
@@ -57,12 +57,12 @@ class TokenAttention:
     transfers : Transfers
     """
 
-    def __init__(self, shape: CacheShape, h2o: H2OConfig | None, *, parts: Sequence[CachePart],
+    def __init__(self, shape: CacheShape, h2o: H2OConfig | None, *, tiers: Sequence[CacheTier],
                  evictions: EvictionStates, recall: Recall | None, host_sequences: int,
                  transfers: Transfers):
         self._shape = shape
         self._h2o = h2o
-        self._parts = parts
+        self._tiers = tiers
         self._evictions = evictions
         self._recall = recall
         self._device = transfers.device.torch
@@ -71,7 +71,7 @@ class TokenAttention:
         self._journal = DraftJournal()
         self._batch_layouts: Sequence[BatchLayout] = ()
         self._updates: dict[tuple[int, int, int], SlotUpdate] = {}
-        """Slots written by a decode step, by layer, batch and the part's first sequence."""
+        """Slots written by a decode step, by layer, batch and the tier's first sequence."""
         self._newest: dict[int, int] = {}
         """Number of the newest token of each batch, drafted ones included."""
 
@@ -93,21 +93,21 @@ class TokenAttention:
         """Return the number of a batch's newest token, drafted ones included; 0 before any."""
         return self._newest.get(batch, 0)
 
-    def take_update(self, layer: int, batch: int, part: CachePart) -> SlotUpdate | None:
+    def take_update(self, layer: int, batch: int, tier: CacheTier) -> SlotUpdate | None:
         """Return the slots that the last decode step wrote, once; None: it may be any slot."""
-        return self._updates.pop((layer, batch, part.first), None)
+        return self._updates.pop((layer, batch, tier.first), None)
 
     # Drafted tokens
 
-    def has_drafts(self, layer: int, batch: int, part: CachePart) -> bool:
-        """Return whether a part holds drafted tokens that may be rejected."""
-        return (layer, batch, part.first) in self._journal
+    def has_drafts(self, layer: int, batch: int, tier: CacheTier) -> bool:
+        """Return whether a tier holds drafted tokens that may be rejected."""
+        return (layer, batch, tier.first) in self._journal
 
-    def roll_back(self, layer: int, batch: int, part: CachePart, cached: int) -> bool:
+    def roll_back(self, layer: int, batch: int, tier: CacheTier, cached: int) -> bool:
         """Undo drafted tokens past the first `cached` tokens; return whether there were any."""
-        where = layer, batch, part.first
+        where = layer, batch, tier.first
         return where in self._journal and self._journal.roll_back(
-            where, cached, part.get(layer, batch))
+            where, cached, tier.get(layer, batch))
 
     def keep_drafts(self) -> None:
         """Keep the drafted tokens that were not undone, at the end of a block."""
@@ -122,36 +122,36 @@ class TokenAttention:
         pending = PendingAttention()
         self._newest[batch] = token
         # Host jobs first: they need not wait for attention on the device.
-        parts = parts_of(self._parts, self._batch_layouts[batch])
-        for part in sorted(parts, key=lambda part: not part.on_host):
-            sequences = part.sequences(batch)
-            part_q, part_k, part_v = (x[sequences] for x in (q, k, v))
-            part_sinks = sinks
-            if part.on_host and sinks is not None:
-                part_sinks = self._host.sinks_on_host(layer, sinks)
-            attention = LayerAttention(self._shape.attention_variant(layer), part_sinks,
+        tiers = tiers_of(self._tiers, self._batch_layouts[batch])
+        for tier in sorted(tiers, key=lambda tier: not tier.on_host):
+            sequences = tier.sequences(batch)
+            tier_q, tier_k, tier_v = (x[sequences] for x in (q, k, v))
+            tier_sinks = sinks
+            if tier.on_host and sinks is not None:
+                tier_sinks = self._host.sinks_on_host(layer, sinks)
+            attention = LayerAttention(self._shape.attention_variant(layer), tier_sinks,
                                        None if offsets is None else offsets[sequences])
-            where = layer, batch, part.first
-            cached = self._batch_layouts[batch].tokens(part.first, token) - 1
-            rolled_back = not drafted and self.roll_back(layer, batch, part, cached)
-            attend = self._part_attention(layer, batch, part, token, attention.options)
-            state = self._evictions.state(layer, batch, part)
+            where = layer, batch, tier.first
+            cached = self._batch_layouts[batch].tokens(tier.first, token) - 1
+            rolled_back = not drafted and self.roll_back(layer, batch, tier, cached)
+            attend = self._tier_attention(layer, batch, tier, token, attention.options)
+            state = self._evictions.state(layer, batch, tier)
             if drafted and state is not None:
-                attend = partial(self._journal.attend, where, cached, part.get(layer, batch),
+                attend = partial(self._journal.attend, where, cached, tier.get(layer, batch),
                                  state, attend)
-            if any(part.prefetch_capacity(layer, batch)):
-                self._prefetch(layer, batch, part, part_q, part_k, token=token,
+            if any(tier.prefetch_capacity(layer, batch)):
+                self._prefetch(layer, batch, tier, tier_q, tier_k, token=token,
                                attention=attention)
-            if part.on_host:
-                out, handle = self._host.start(part_q, part_k, part_v, attend)
+            if tier.on_host:
+                out, handle = self._host.start(tier_q, tier_k, tier_v, attend)
                 pending.handles.append(handle)
             else:
-                out, slots = attend(part_q, part_k, part_v)
+                out, slots = attend(tier_q, tier_k, tier_v)
                 if drafted or rolled_back:
                     self._updates.pop(where, None)  # the store then writes all slots
-                elif not part.is_resident and not part.fetches_selected(layer):
-                    self._updates[where] = SlotUpdate.gather(part.get(layer, batch), slots)
-            pending.outputs[part.first] = out
+                elif not tier.is_resident and not tier.fetches_selected(layer):
+                    self._updates[where] = SlotUpdate.gather(tier.get(layer, batch), slots)
+            pending.outputs[tier.first] = out
         return pending
 
     def _rotate(self, layer: int, batch: int, q, k, rope: Rope | None) -> torch.Tensor | None:
@@ -183,35 +183,35 @@ class TokenAttention:
             return None  # see `KeySampler` for GPUs
         return torch.empty(q.shape[:2])
 
-    def _part_attention(self, layer: int, batch: int, part: CachePart, token: int,
+    def _tier_attention(self, layer: int, batch: int, tier: CacheTier, token: int,
                         options: Mapping[str, Any]
                         ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Return the function (q, k, v) -> (output, slots of the new tokens) of a part."""
-        step = self._recall_step(layer, batch, part, token)
+        """Return the function (q, k, v) -> (output, slots of the new tokens) of a tier."""
+        step = self._recall_step(layer, batch, tier, token)
         if step is not None:
-            return partial(self._recall.attend, part=part, where=(layer, batch), step=step,
+            return partial(self._recall.attend, tier=tier, where=(layer, batch), step=step,
                            **options)
-        metadata = self._update_metadata(layer, batch, part, token)
+        metadata = self._update_metadata(layer, batch, tier, token)
         if self._shape.attn_sparsity < 1:
-            max_cached = max(self._step_metadata.tokens(batch, part, token)) - 1
-            return partial(self._sparse.attend, part=part, where=(layer, batch),
+            max_cached = max(self._step_metadata.tokens(batch, tier, token)) - 1
+            return partial(self._sparse.attend, tier=tier, where=(layer, batch),
                            metadata=metadata, max_cached=max_cached, **options)
         return partial(
-            ops.decode_attention, slots=part.get(layer, batch), metadata=metadata,
-            layout=self._shape.layout, state=self._evictions.state(layer, batch, part), **options)
+            ops.decode_attention, slots=tier.get(layer, batch), metadata=metadata,
+            layout=self._shape.layout, state=self._evictions.state(layer, batch, tier), **options)
 
-    def _update_metadata(self, layer: int, batch: int, part: CachePart, token: int
+    def _update_metadata(self, layer: int, batch: int, tier: CacheTier, token: int
                          ) -> torch.Tensor:
-        return self._step_metadata.update(layer, batch, part, token=token,
-                                          device=part.attention_device(self._device))
+        return self._step_metadata.update(layer, batch, tier, token=token,
+                                          device=tier.attention_device(self._device))
 
-    def _recall_step(self, layer: int, batch: int, part: CachePart, token: int
+    def _recall_step(self, layer: int, batch: int, tier: CacheTier, token: int
                      ) -> RecallStep | None:
         """Return the recall metadata of a step; None if new tokens attend to all tokens."""
         if self._recall is None:
             return None
-        return self._recall.step(layer, batch, part, device=part.attention_device(self._device),
-                                 tokens=self._step_metadata.tokens(batch, part, token))
+        return self._recall.step(layer, batch, tier, device=tier.attention_device(self._device),
+                                 tokens=self._step_metadata.tokens(batch, tier, token))
 
     # Prefetch of selected tokens
 
@@ -219,21 +219,21 @@ class TokenAttention:
                  sinks: torch.Tensor | None) -> None:
         """Start fetching the tokens that a new token may select: `KVCache.prefetch_token`."""
         offsets = self._rotate(layer, batch, q, k, rope)
-        for part in parts_of(self._parts, self._batch_layouts[batch]):
-            if part.fetches_selected(layer):
-                sequences = part.sequences(batch)
+        for tier in tiers_of(self._tiers, self._batch_layouts[batch]):
+            if tier.fetches_selected(layer):
+                sequences = tier.sequences(batch)
                 attention = LayerAttention(self._shape.attention_variant(layer), sinks,
                                            None if offsets is None else offsets[sequences])
-                self._prefetch(layer, batch, part, q[sequences], k[sequences], token=token,
+                self._prefetch(layer, batch, tier, q[sequences], k[sequences], token=token,
                                attention=attention)
 
-    def _prefetch(self, layer: int, batch: int, part: CachePart, q, k, *, token: int,
+    def _prefetch(self, layer: int, batch: int, tier: CacheTier, q, k, *, token: int,
                   attention: LayerAttention) -> None:
-        """Fetch the tokens that a part's sequences select, and more where its hot set is empty."""
-        step = self._recall_step(layer, batch, part, token)
-        step = step.widen(part.prefetch_capacity(layer, batch))
-        part.prefetch(layer, batch, self._recall.select(
-            q, k, index=self._recall.index(layer, batch, part), step=step,
+        """Fetch the tokens that a tier's sequences select, and more where its hot set is empty."""
+        step = self._recall_step(layer, batch, tier, token)
+        step = step.widen(tier.prefetch_capacity(layer, batch))
+        tier.prefetch(layer, batch, self._recall.select(
+            q, k, index=self._recall.index(layer, batch, tier), step=step,
             **attention.options))
 
     # Capture and replay on a CPU
@@ -241,15 +241,15 @@ class TokenAttention:
     @property
     def supports_capture(self) -> bool:
         """True if `capture` can capture attention over new tokens once for a block."""
-        one_part = len(self._parts) == 1 and self._shape.attn_sparsity == 1
+        one_tier = len(self._tiers) == 1 and self._shape.attn_sparsity == 1
         in_kernels = self._evictions.eviction.policy is None
-        return self._device.type == "cpu" and one_part and in_kernels
+        return self._device.type == "cpu" and one_tier and in_kernels
 
     def capture(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
                 sinks: torch.Tensor | None, out: torch.Tensor,
                 capture: cpu_library.CapturedCalls) -> None:
         """Capture `attend`: see `KVCache.capture_token`."""
-        part, = parts_of(self._parts, self._batch_layouts[batch])
+        tier, = tiers_of(self._tiers, self._batch_layouts[batch])
         rotations = self._rotations(layer, batch, rope)
         offsets = self._empty_offsets(layer, q, rotations[0][1])
         for x, (tables, change), sums in zip((q, k), rotations, (offsets, None), strict=True):
@@ -257,25 +257,25 @@ class TokenAttention:
                 native.rotate(x, *(tables or (None, None)), change, sums, capture=capture)
         variant = self._shape.attention_variant(layer)
         arguments = VariantArguments.from_variant(variant, sinks, offsets)
-        if self._recall is not None and self._recall.index(layer, batch, part) is not None:
-            self._recall.capture(q, k, v, part=part, where=(layer, batch), variant=arguments,
+        if self._recall is not None and self._recall.index(layer, batch, tier) is not None:
+            self._recall.capture(q, k, v, tier=tier, where=(layer, batch), variant=arguments,
                                  out=out, capture=capture)
             return
         assert self._evictions.eviction.policy is None, "kernels lack this policy"
-        state = EvictionArguments.from_state(self._evictions.state(layer, batch, part))
-        values, slots, layout = ops.kernel_values(k, v, part.get(layer, batch), self._shape.layout)
+        state = EvictionArguments.from_state(self._evictions.state(layer, batch, tier))
+        values, slots, layout = ops.kernel_values(k, v, tier.get(layer, batch), self._shape.layout)
         native.decode_attention(q, k, values, slots=slots, layout=layout,
-                                metadata=self._step_metadata.newest(layer, batch, part),
+                                metadata=self._step_metadata.newest(layer, batch, tier),
                                 eviction=state, out=out, capture=capture, variant=arguments)
 
     def prepare_replay(self, batch: int, token: int) -> None:
         """Undo rejected drafts, and write the metadata of new token `token` (from 1)."""
-        part, = parts_of(self._parts, self._batch_layouts[batch])
+        tier, = tiers_of(self._tiers, self._batch_layouts[batch])
         cached = self._batch_layouts[batch].tokens(0, token) - 1
         for layer in range(self._shape.num_layers):
-            self.roll_back(layer, batch, part, cached)
+            self.roll_back(layer, batch, tier, cached)
         plans = enumerate(self._evictions.plans[batch])
         for layer in {plan.budget_group: layer for layer, plan in plans}.values():
-            self._update_metadata(layer, batch, part, token)
+            self._update_metadata(layer, batch, tier, token)
         for layer in () if self._recall is None else self._recall.budget_layers:
-            self._recall_step(layer, batch, part, token)
+            self._recall_step(layer, batch, tier, token)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.cache.layout import Capacity, SlotLayout
-from flexgen_h2o.cache.tiers import FetchedPart, SlotUpdate
+from flexgen_h2o.cache.tiers import FetchedTier, SlotUpdate
 from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.limits import WRITE_BACK_TOKENS
 from flexgen_h2o.config.version import VERSION
@@ -274,7 +274,7 @@ def _fetch_seconds(device: Device, file: Path, sequences: int) -> float:
     """Return the CPU seconds of a decode step of one layer with a cache on disk."""
     transfers = Transfers(device, links=LinkStats(), trace=Trace(enabled=False))
     try:
-        part = FetchedPart(SlotLayout(KV_HEADS, WIDTH, torch.bfloat16), 0, sequences,
+        part = FetchedTier(SlotLayout(KV_HEADS, WIDTH, torch.bfloat16), 0, sequences,
                            capacity=Capacity(1, (SLOTS,)), transfers=transfers, path=file)
         part.begin(0, [(sequences, SLOTS)])
         part.load(0, 0, fetch=False)

@@ -150,7 +150,7 @@ def test_prompt_longer_than_the_context_fits_the_budget(tiny_model):
         stats, cache = llm.stats, cache_of(llm)
         token = llm.model_config.kv_bytes_per_token(4)
         assert stats.kv_cache_bytes == 32 * token
-        (part,) = cache.parts
+        (part,) = cache.tiers
         assert gathers_prompts_in_place(cache) and buffer_bytes(part) <= 33 * token + 12288
         assert rows_of(llm) == 32
     assert [out.token_ids] == tokens(tiny, prompts, replace(h2o, simulate=True))

@@ -126,7 +126,7 @@ def test_states_take_the_planned_bytes(tiny_model, tmp_path, place):
         llm.generate(make_prompts(96, [5] * 6), max_new_tokens=3, eos_token_id=-1)
         (workspace,) = llm._engine._spares
         held = sum(part.slot_layout.nbytes(part.last - part.first, 1)
-                   for part in workspace.states.parts) * 2 * 3
+                   for part in workspace.states.tiers) * 2 * 3
         plan = memory_plan(llm.model_config, llm.policy, Workload(5, 3, 3, 2), itemsize=4)
     rows = {row.name: row for row in plan.rows}
     states = rows["recurrent states"]

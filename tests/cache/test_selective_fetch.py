@@ -14,9 +14,9 @@ from helpers.selection import full_cases
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache import disk_recall
 from flexgen_h2o.cache.disk_recall import page_layout, view_pages, view_slots
-from flexgen_h2o.cache.hot_set import ZeroCopyPart
+from flexgen_h2o.cache.hot_set import ZeroCopyTier
 from flexgen_h2o.cache.layout import SlotLayout
-from flexgen_h2o.cache.tiers import FetchedPart
+from flexgen_h2o.cache.tiers import FetchedTier
 from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget
@@ -162,14 +162,14 @@ def test_a_conversation_continues(tiny_model, fetched):
         assert answers(llm, turns, 6, max_tokens=70) == expected
 
 
-@pytest.mark.parametrize("zero_copy, kind", [(True, ZeroCopyPart), (False, FetchedPart)])
+@pytest.mark.parametrize("zero_copy, kind", [(True, ZeroCopyTier), (False, FetchedTier)])
 def test_devices_without_zero_copy_fetch_whole_layers(tiny_model, monkeypatch, zero_copy, kind):
     open_devices(monkeypatch, LazyDevice)
     monkeypatch.setattr(LazyDevice, "zero_copy", zero_copy)
     tiny = tiny_model("llama")
     with LLM(str(tiny.folder), dtype="float32", h2o=RECALL, policy=Policy(cache=HOST)) as llm:
         llm.generate(prompts_of(tiny)[:1], max_new_tokens=2)
-        assert [type(part) for part in cache_of(llm).parts] == [kind]
+        assert [type(tier) for tier in cache_of(llm).tiers] == [kind]
     if not zero_copy:
         with pytest.raises(UserError, match="fetch_chosen needs the kernels of a GPU"):
             LLM(str(tiny.folder), h2o=RECALL, policy=Policy(cache=HOST, fetch_chosen=True))

@@ -210,7 +210,7 @@ def test_the_cache_takes_the_budget_and_no_more(tiny_model):
     with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=4), h2o=H2OConfig(heavy_ratio=0.1),
              dtype="float32") as llm:
         llm.generate(prompts, max_new_tokens=40, eos_token_id=-1)
-        stats, (part,) = llm.stats, cache_of(llm).parts
+        stats, (part,) = llm.stats, cache_of(llm).tiers
         token = llm.model_config.kv_bytes_per_token(4)
         assert stats.kv_bytes_per_token == token
         assert stats.kv_cache_bytes == 4 * 40 * token  # 20 + 20 of 200

@@ -56,7 +56,7 @@ def states_of(cache) -> list:
     """The scores, positions and ranks of all evicting layers, and the slots of resident ones."""
     states = [(key, state) for key, state in sorted(cache._evictions._states.items())
               if cache._evictions.plans[key[1]][key[0]].evicts]
-    slots = [part.get(*key[:2]) for key, _ in states for part in cache.parts if part.is_resident]
+    slots = [tier.get(*key[:2]) for key, _ in states for tier in cache.tiers if tier.is_resident]
     return [x for _, state in states for x in state.tensors] + slots
 
 
@@ -77,7 +77,7 @@ def buffer_bytes(part) -> int:
 
 def gathers_prompts_in_place(cache) -> bool:
     """Whether prompts have no buffers beside the cache's own."""
-    return cache._prompt_parts is cache.parts
+    return cache._prompt_tiers is cache.tiers
 
 
 def slots_of(layer):

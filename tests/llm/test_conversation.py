@@ -112,7 +112,7 @@ def test_a_long_stream_takes_constant_memory(tiny_model):
     tiny = tiny_model("llama")  # 256 positions
     h2o = replace(SMALL, positions="rolling")
     with open_llm(tiny, h2o, chunk=16) as llm, llm.stream() as stream:
-        (part,) = cache_of(stream).parts
+        (part,) = cache_of(stream).tiers
         token = llm.model_config.kv_bytes_per_token(4)
         assert buffer_bytes(part) <= 17 * token + 3 * 4096
         buffers = []

@@ -64,7 +64,7 @@ def test_the_cache_has_the_slots_of_the_window(tiny):
     prompts = make_prompts(120, [40, 3])
     with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=2), dtype="float32") as llm:
         llm.generate(prompts, max_new_tokens=20)
-        held = cache_of(llm).parts[0].get(0, 0)
+        held = cache_of(llm).tiers[0].get(0, 0)
     assert held.shape[3] == WINDOW - 1  # a new token is beside them, and takes one of theirs
 
 
