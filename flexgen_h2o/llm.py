@@ -19,12 +19,12 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import MAX_MODEL_LEN
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy, Workload
 from flexgen_h2o.config.sampling import SamplingParams, expand_params
-from flexgen_h2o.config.validation import check_arguments, check_bool, check_int
+from flexgen_h2o.config.validation import check_arguments, check_int
 from flexgen_h2o.config.weight_layout import AUTO
-from flexgen_h2o.conversation import CHUNK, Stream
 from flexgen_h2o.distributed.control_messages import Close, ControlChannel, Generate
 from flexgen_h2o.distributed.pipeline import Pipeline
-from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.args import EngineArgs
+from flexgen_h2o.engine.blocks import Request
 from flexgen_h2o.engine.detokenization import ReasoningParser
 from flexgen_h2o.engine.exclusive import (
     CallLock,
@@ -33,9 +33,10 @@ from flexgen_h2o.engine.exclusive import (
     exclusive,
 )
 from flexgen_h2o.engine.generation import Engine, GenerationRun
-from flexgen_h2o.engine.loading import PreparedModel, prepare_model
-from flexgen_h2o.engine.runner import EngineArgs, Runner
-from flexgen_h2o.engine.tokenizer import OnText, check_list
+from flexgen_h2o.engine.loading import load_runner
+from flexgen_h2o.engine.output_processor import OnText
+from flexgen_h2o.engine.prepare import PreparedModel, prepare_model
+from flexgen_h2o.engine.tokenizer import check_list
 from flexgen_h2o.errors import InsufficientMemory, UserError, short_repr
 from flexgen_h2o.files.chat_template import ChatRenderer
 from flexgen_h2o.kernels.implementations import AutotuneTable
@@ -46,6 +47,7 @@ from flexgen_h2o.planning.memory_plan import MemoryCheck, MemoryPlan
 from flexgen_h2o.planning.planned_run import DraftModel
 from flexgen_h2o.request_session import PREFILL_CHUNK, RequestSession
 from flexgen_h2o.storage.free_memory import MemoryLimits
+from flexgen_h2o.streaming_session import StreamingSession
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -177,25 +179,26 @@ class LLM(ExclusiveResource):
         self.call_lock = CallLock()
         self._control = ControlChannel(pipeline)
         self._renderer: tuple[str | None, ChatRenderer] | None = None
-        self._sessions: weakref.WeakSet[Stream | RequestSession] = weakref.WeakSet()
+        self._sessions: weakref.WeakSet[StreamingSession | RequestSession] = weakref.WeakSet()
         began = time.perf_counter()
         with contextlib.ExitStack() as resources:
             prepared = prepare_model(args, self._control)
             self.model_config = prepared.source.config
             self.weight_options = prepared.source.weight_format.options
-            self._prompts, self._cache = prepared.prompts, prepared.cache
+            self._cache = prepared.cache
             self._memory = _memory_check(prepared)
-            draft = prepared.draft
-            runner = Runner(
-                prepared.source, prepared.device, prepared.args, prepared.rank,
-                draft=None if draft is None else Runner(draft.source, draft.device, draft.args))
             if prepared.workload is not None:
                 self._control.check_all_fit(partial(
                     self._memory.check_fits, self.policy, self._cache, prepared.workload,
                     loaded_bytes=None, show=verbose))
-            with runner.sampled_memory(), self._control.working():
-                runner.load(resources)
-            self._engine = Engine(runner, self._prompts, self._control, self._memory, self._cache)
+            draft = prepared.draft
+            with self._control.working():
+                runner = load_runner(
+                    prepared.source, prepared.device, prepared.args, resources, rank=prepared.rank,
+                    draft=None if draft is None else load_runner(
+                        draft.source, draft.device, draft.args, resources))
+            self._engine = Engine(runner, prepared.inputs, self._control, self._memory,
+                                  self._cache)
             self._resources = resources.pop_all()  # for close, or the finalizer
         # Not at exit: threads have ended by then, and folders have their own finalizers.
         self._finalizer = weakref.finalize(self, _close_unreferenced, self._engine,
@@ -240,15 +243,15 @@ class LLM(ExclusiveResource):
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The transformers tokenizer; None if the model has none."""
-        return self._prompts.tokenizer
+        return self._engine.inputs.tokenizer
 
     @property
     def chat_end_tokens(self) -> tuple[int, ...]:
         """The ids that end an answer of `chat`: end tokens of the model and of the tokenizer."""
-        return self._prompts.chat_end_tokens
+        return self._engine.inputs.chat_end_tokens
 
     def encode(self, prompt: str | Sequence[int], *, name: int | str = 0, new_tokens: int = 1,
-               special: bool = True) -> list[int]:
+               add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a prompt, tokenized and checked as in `generate`.
 
         Parameters
@@ -258,7 +261,7 @@ class LLM(ExclusiveResource):
             Error messages call the prompt "prompt NAME".
         new_tokens : int
             Number of tokens to generate after the prompt, which must fit too.
-        special : bool
+        add_special_tokens : bool
             Add the tokenizer's special tokens, such as BOS, before a text. False for output of a
             chat template, which contains them.
 
@@ -267,18 +270,19 @@ class LLM(ExclusiveResource):
         UserError
             The prompt is empty or too long, or has tokens that the model does not have.
         """
-        return self._prompts.encode_checked(prompt, name, new_tokens=new_tokens, special=special)
+        return self._engine.inputs.encode(prompt, name, new_tokens=new_tokens,
+                                          add_special_tokens=add_special_tokens)
 
     def clamp_new_tokens(self, tokens: int, max_new_tokens: int) -> int:
         """Return `max_new_tokens`, or the number that fits after a prompt of `tokens` if less.
 
         The result is at least 1, because `encode` refuses a prompt that is too long by itself.
         """
-        return self._prompts.clamp_new_tokens(tokens, max_new_tokens)
+        return self._engine.inputs.clamp_new_tokens(tokens, max_new_tokens)
 
     def max_model_len(self, limit: int) -> int:
         """Return `limit` tokens of a prompt and its continuation, or the positions if fewer."""
-        return 1 + self._prompts.clamp_new_tokens(1, limit - 1)
+        return 1 + self.clamp_new_tokens(1, limit - 1)
 
     @exclusive
     def generate(self, prompts: Sequence[str | Sequence[int]],
@@ -320,13 +324,14 @@ class LLM(ExclusiveResource):
         """
         self._control.check_first_rank("generate")
         prompts = check_list("prompt", prompts)
-        run = self._begin(prompts, sampling_params, sampling, cut_gen_len, add_special_tokens,
-                          on_text)
+        run = self._engine.begin_generation(
+            prompts, expand_params(sampling_params, sampling, len(prompts)),
+            cut_gen_len=cut_gen_len, add_special_tokens=add_special_tokens, on_text=on_text)
         self._engine.run_all(run)
         if cut_gen_len is not None and cut_gen_len < run.gen_len:
             self._engine.stats = run.stats.project(cut=cut_gen_len, gen_len=run.gen_len)
-        return [self._prompts.output(prompt, request.prompt, request)
-                for prompt, request in zip(prompts, run.requests, strict=True)]
+        return [self._engine.outputs.output(request, prompt)
+                for request, prompt in zip(run.requests, prompts, strict=True)]
 
     @exclusive
     def generate_in_blocks(self, prompts: Sequence[str | Sequence[int]],
@@ -356,32 +361,23 @@ class LLM(ExclusiveResource):
         """
         self._control.check_first_rank("generate_in_blocks")
         prompts = check_list("prompt", prompts)
-        run = self._begin(prompts, sampling_params, sampling, None, add_special_tokens)
+        run = self._engine.begin_generation(
+            prompts, expand_params(sampling_params, sampling, len(prompts)),
+            add_special_tokens=add_special_tokens)
 
         def blocks() -> Iterator[dict[int, Output]]:
             try:
                 while not run.finished:
-                    yield {request.key: self._prompts.output(
-                        prompts[request.key], request.prompt, request)
-                        for request in self._step(run)}
+                    yield {request.key: self._engine.outputs.output(request, prompts[request.key])
+                           for request in self._run_block(run)}
             finally:
                 # A generator may be deleted in any thread: this must not wait for a lock.
                 self._engine.end(run)
 
         return blocks()
 
-    def _begin(self, prompts: Sequence[str | Sequence[int]],
-               sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-               sampling: Mapping[str, Any], cut_gen_len: int | None, add_special_tokens: bool,
-               on_text: OnText | None = None) -> GenerationRun:
-        """Check the arguments of `generate`, and begin a run on all ranks."""
-        check_bool("add_special_tokens", add_special_tokens)
-        return self._engine.begin_generation(
-            prompts, expand_params(sampling_params, sampling, len(prompts)),
-            cut_gen_len=cut_gen_len, special=add_special_tokens, on_text=on_text)
-
     @exclusive
-    def _step(self, run: GenerationRun) -> list[Request]:
+    def _run_block(self, run: GenerationRun) -> list[Request]:
         """Compute the next block of a run. Return the requests that it finished."""
         return self._engine.run_block(run)
 
@@ -424,7 +420,7 @@ class LLM(ExclusiveResource):
             conversations = [conversations]
         texts = self._chat_renderer(chat_template).render_all(conversations, chat_template_kwargs)
         # The template writes special tokens: the tokenizer adds none.
-        prompts = [self._prompts.encode(text, key, special=False)
+        prompts = [self._engine.inputs.encode(text, key, add_special_tokens=False)
                    for key, text in enumerate(texts)]
         params = [answer if answer.eos_token_id is not None
                   else replace(answer, eos_token_id=self.chat_end_tokens or None)
@@ -471,7 +467,7 @@ class LLM(ExclusiveResource):
             elif run is not None:
                 # The first rank gets this error too, and decides what to do.
                 with contextlib.suppress(InsufficientMemory):
-                    self._step(run)
+                    self._run_block(run)
 
     def loglikelihood(self, pairs: Sequence[tuple]) -> list[list[float]]:
         """Return the log-probability of each token of given continuations.
@@ -514,9 +510,7 @@ class LLM(ExclusiveResource):
             In the order of the pairs.
         """
         self._control.check_single_rank("score")
-        cache = self._cache
-        as_one_prompt = cache.is_unquantized_full and cache.attn_sparsity == 1 and not cache.recalls
-        return self._engine.score(pairs, as_one_prompt=as_one_prompt, on_logits=on_logits)
+        return self._engine.score(pairs, on_logits)
 
     @exclusive
     def fit_batch(self, *, prompt_len: int, gen_len: int, max_batch_size: int) -> int:
@@ -545,12 +539,13 @@ class LLM(ExclusiveResource):
         size = self._memory.largest_batch(self.policy, self._cache, workload,
                                           loaded_bytes=runner.loaded_bytes)
         self._engine.runner = runner.with_policy(
-            replace(self.policy, gpu_batch_size=size))
+            replace(runner.args.policy, gpu_batch_size=size))
         self.policy = self._engine.runner.args.policy
         return size
 
     @exclusive
-    def stream(self, *, max_tokens: int | None = None, past_context: bool = False) -> Stream:
+    def stream(self, *, max_tokens: int | None = None, past_context: bool = False
+               ) -> StreamingSession:
         """Open a text of unlimited length, whose KV cache is kept between calls.
 
         Parameters
@@ -563,7 +558,7 @@ class LLM(ExclusiveResource):
 
         Returns
         -------
-        Stream
+        StreamingSession
             A context manager with `generate` and `loglikelihood`. Turns are read in chunks of the
             policy's `prefill_chunk`, or of 256 tokens, with eviction after each chunk.
 
@@ -575,15 +570,12 @@ class LLM(ExclusiveResource):
             memory.
         """
         self._control.check_single_rank("stream")
-        if self.policy.speculate is not None:
-            raise UserError("a stream does not draft tokens: leave the policy's speculate out")
         self._check_open()
-        stream = Stream(self._engine.runner.with_prefill_chunk(self.policy.prefill_chunk or CHUNK),
-                        self._prompts, self._memory, self.call_lock, max_tokens=max_tokens,
-                        past_context=past_context)
-        stream.owner = self  # an open stream keeps its LLM open
-        self._sessions.add(stream)
-        return stream
+        session = StreamingSession(self._engine, self.call_lock, max_tokens=max_tokens,
+                                   past_context=past_context)
+        session.owner = self  # an open session keeps its LLM open
+        self._sessions.add(session)
+        return session
 
     @exclusive
     def open_session(self, *, max_model_len: int | None = None, block_seconds: float = 30.0
@@ -614,8 +606,8 @@ class LLM(ExclusiveResource):
         self._check_open()
         if max_model_len is None:
             max_model_len = self.max_model_len(MAX_MODEL_LEN)
-        session = RequestSession(self._engine, self._prompts, self.call_lock,
-                                 max_model_len=max_model_len, block_seconds=block_seconds)
+        session = RequestSession(self._engine, self.call_lock, max_model_len=max_model_len,
+                                 block_seconds=block_seconds)
         session.owner = self
         self._sessions.add(session)
         return session
@@ -686,7 +678,7 @@ def _memory_check(prepared: PreparedModel) -> MemoryCheck:
     return MemoryCheck(
         source.config, source.weight_format.options,
         itemsize=source.dtype.itemsize,
-        writes_weights=source.writes_weights(args.weight_cache),
+        writes_weights=source.writes_weights,
         offload_dir=args.offload_dir,
         max_bytes={"cpu": args.memory_limit, "gpu": args.device_memory_limit},
         device_bytes=prepared.device.free_bytes,

@@ -11,11 +11,10 @@ from typing import Any
 
 from flexgen_h2o.config.sampling import SamplingParams, sampling_params
 from flexgen_h2o.config.validation import check_arguments, check_int, check_number
-from flexgen_h2o.engine.batch import OpenQueue, Request
+from flexgen_h2o.engine.blocks import OpenQueue, Request
 from flexgen_h2o.engine.exclusive import CallLock, ExclusiveResource, exclusive
 from flexgen_h2o.engine.generation import Engine, GenerationRun
 from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler
-from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.errors import PromptError, UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output
@@ -39,7 +38,6 @@ class RequestSession(ExclusiveResource):
     Parameters
     ----------
     engine : Engine
-    prompts : Prompts
     call_lock : CallLock
         Lock of the LLM, which the session shares.
     max_model_len : int
@@ -60,16 +58,16 @@ class RequestSession(ExclusiveResource):
     owner: object = None
 
     @check_arguments
-    def __init__(self, engine: Engine, prompts: Prompts, call_lock: CallLock, *,
-                 max_model_len: int, block_seconds: float):
+    def __init__(self, engine: Engine, call_lock: CallLock, *, max_model_len: int,
+                 block_seconds: float):
         check_int("max_model_len", max_model_len, ge=2)
         check_number("block_seconds", block_seconds, gt=0)
-        self._engine, self._prompts, self.call_lock = engine, prompts, call_lock
+        self._engine, self.call_lock = engine, call_lock
         self._max_len, self._block_seconds = max_model_len, block_seconds
         self._sampler = GenerationSampler({}, on_token=self._report)
         self._shared: weakref.WeakValueDictionary[SamplingParams, GenerationRules] = (
             weakref.WeakValueDictionary())
-        self._has_text = prompts.detokenizer is not None  # loaded before threads may race
+        self._has_text = engine.outputs.detokenizer is not None  # loaded before threads may race
         self._keys = count()
         self._lock = threading.Lock()  # of what follows, which other threads change
         self._added: list[tuple[Request, GenerationRules]] = []
@@ -120,19 +118,20 @@ class RequestSession(ExclusiveResource):
         if on_text is not None and not self._has_text:
             raise UserError("the model has no tokenizer here, and on_text gets text: leave it out")
         key, new = next(self._keys), params.max_new_tokens
-        tokens = self._prompts.encode(prompt, key, special=add_special_tokens)
+        inputs, outputs = self._engine.inputs, self._engine.outputs
+        tokens = inputs.encode(prompt, key, add_special_tokens=add_special_tokens)
         if len(tokens) + new > self._max_len:
             raise UserError(f"prompt {key} has {len(tokens)} tokens, and with {new} new ones more "
                             f"than the session's {self._max_len}: shorten it, or ask for fewer")
         request = Request(key, tokens, seed=params.seed, params=params, priority=priority)
-        self._prompts.check_lengths([request], new)
-        rules = self._prompts.rules(params, self._shared)
+        inputs.check_lengths([request], new)
+        rules = outputs.rules(params, self._shared)
         with self._lock:
             self._check_open()
             self._added.append((request, rules))
             self._requests[key], self._prompt_texts[key] = request, prompt
             if on_text is not None:
-                new_text = self._prompts.new_text(request)
+                new_text = outputs.new_text(request)
                 self._on_token[key] = lambda: on_text(new_text(), bool(request.finish_reason))
         return key
 
@@ -189,8 +188,8 @@ class RequestSession(ExclusiveResource):
             self._drop(self._requests[error.key], run)
             raise
         self.stats = run.stats
-        outputs = {request.key: self._prompts.output(self._prompt_texts[request.key],
-                                                     request.prompt, request)
+        outputs = {request.key: self._engine.outputs.output(request,
+                                                            self._prompt_texts[request.key])
                    for request in finished}
         for request in finished:
             self._drop(request, run)

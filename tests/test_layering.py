@@ -29,7 +29,7 @@ LAYERS = """
     distributed
     cache  models
     engine  planning
-    conversation  request_session  requests
+    request_session  requests  streaming_session
     llm
     cli  serving
     commands  integrations
@@ -45,7 +45,7 @@ DYNAMIC = {
 }
 
 TORCH_PACKAGES = {"kernels", "storage", "cache", "models", "engine", "integrations",
-                  "conversation", "request_session", "llm"}
+                  "request_session", "streaming_session", "llm"}
 TORCH = {"h2o.eviction", "h2o.key_smoothing",
          "h2o.policies",
          "h2o.recall", "h2o.simulation", "planning.compute_rates", "planning.calibrate",
@@ -58,7 +58,7 @@ LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storag
          "models.quantization", "models.gguf.architectures",
          "models.gguf", "models.gguf.config", "models.gguf.header", "models.gguf.rope",
          "engine", "engine.schedule",
-         "engine.batch", "distributed.heartbeat",
+         "engine.blocks", "distributed.heartbeat",
          "engine.detokenization", "engine.slot_policy", "engine.expert_counts",
          "integrations", "integrations.lm_eval",
          "integrations.lm_eval.arguments", "integrations.lm_eval.__main__"}

@@ -18,16 +18,21 @@ from flexgen_h2o.h2o.simulation import SimulatedCache
 from flexgen_h2o.kernels import ops
 
 
-class _MemoryCache:
-    """Base of caches that are in compute memory and support neither capture nor prefetch."""
+class AlternativeCache:
+    """Base of caches that are in compute memory and support neither capture nor prefetch.
+
+    Methods of `KVCache` that a cache lacks are not called on it.
+    """
 
     attends_on_host = False
     supports_capture = False
     is_resident = True
     supports_prefetch = False
     recall_counts: RecallCounts | None = None
-    # Methods of `BlockCache` that the engine does not call on caches without them.
+    begin: Any
     resume: Any
+    nbytes: Any
+    attend_prompt: Any
     repeat: Any
     attend_token: Any
     prefetch_token: Any
@@ -40,7 +45,7 @@ class _MemoryCache:
     store = load
 
 
-class SimulatedBlockCache(_MemoryCache):
+class SimulatedBlockCache(AlternativeCache):
     """`SimulatedCache` with the interface of `KVCache`; parameters as of `SimulatedCache`."""
 
     def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
@@ -64,7 +69,7 @@ class SimulatedBlockCache(_MemoryCache):
             0: self._cache.attend_token(layer, batch, q, k, v, sinks=sinks)})
 
 
-class UncachedAttention(_MemoryCache):
+class UncachedAttention(AlternativeCache):
     """Attention within whole prompts that caches nothing.
 
     Parameters
@@ -91,25 +96,23 @@ class UncachedAttention(_MemoryCache):
                                      variant=self._variant(layer), sinks=sinks)
 
 
-class ProbedCache(_MemoryCache):
+class ProbedCache(AlternativeCache):
     """Prefills of one sequence each whose attention is a given function; caches nothing.
 
     Parameters
     ----------
     attend : callable (layer, number, q, k, v) -> Tensor like q
         q is [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]; q and k are rotated.
-    numbers : sequence of int
-        `number` of each block's sequence, in the order in which blocks begin. Appended to
-        while blocks are built, before they begin.
+        `number` counts the sequences from 0.
     """
 
-    def __init__(self, attend: Callable[..., Tensor], numbers: Sequence[int]):
+    def __init__(self, attend: Callable[..., Tensor]):
         self._attend = attend
-        self._numbers = iter(numbers)
+        self._number = -1
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a block of the next sequence."""
-        self._number = next(self._numbers)
+        self._number += 1
 
     def nbytes(self) -> int:
         """Return 0: nothing is cached."""

@@ -210,9 +210,8 @@ def _speculation(config: RunConfig, subject: PlanSubject, load: Workload, prompt
 
 def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     """Return this machine with its free memory, and the model as a run would load it."""
-    from flexgen_h2o.engine.progress import byte_bar
     from flexgen_h2o.engine.source import find_model
-    from flexgen_h2o.engine.tokenizer import Prompts
+    from flexgen_h2o.engine.tokenizer import InputProcessor
     from flexgen_h2o.planning.calibrate import load_or_calibrate
     from flexgen_h2o.storage.tiers import open_device
 
@@ -222,17 +221,17 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
 
     device = open_device(config.device)
     device.limit(config.device_memory_limit)
-    with byte_bar("converting", off=None if config.verbose else True) as bar:
-        source = find_model(config.model, path=config.path, dtype=config.dtype,
-                            bits=config.resolved_weight_bits,
-                            activation_bits=config.activation_bits, device=device, progress=bar)
-        draft = None if config.draft_model is None else find_model(
-            config.draft_model, path=None, dtype=config.dtype, bits=AUTO, device=device,
-            progress=bar)
+    progress = None if config.verbose else False
+    source = find_model(config.model, path=config.path, dtype=config.dtype,
+                        bits=config.resolved_weight_bits, activation_bits=config.activation_bits,
+                        device=device, progress=progress)
+    draft = None if config.draft_model is None else find_model(
+        config.draft_model, path=None, dtype=config.dtype, bits=AUTO, device=device,
+        progress=progress)
     _check_model(config, source.config, has_gpu=device.separate)
-    prompts = Prompts(source, config.model, config.h2o())
-    if texts and prompts.tokenizer is not None:  # dummy weights are planned for estimated lengths
-        prompts.check_longest(texts, config.gen_len)
+    inputs = InputProcessor(source, config.model, config.h2o())
+    if texts and inputs.tokenizer is not None:  # dummy weights are planned for estimated lengths
+        inputs.check_longest(texts, config.gen_len)
     hardware = load_or_calibrate(device, config.offload_dir, recalibrate=config.recalibrate,
                                  progress=show_progress)
     free = free_memory(config.offload_dir, device.free_bytes())

@@ -100,20 +100,18 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
         The model cannot be loaded.
     """
     # Imported here since they load torch.
-    from flexgen_h2o.engine.progress import byte_bar
     from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.storage.tiers import open_device
 
     # This machine may have no GPU; a GPU's dtype has as many bytes as a CPU's.
-    with byte_bar("converting", off=None) as bar:
-        source = find_model(
-            str(arguments["model"]), path=arguments.get("path"),
-            dtype=arguments.get("dtype", "auto"), bits=arguments.get("weight_bits", AUTO),
-            device=open_device("cpu"), progress=bar)
+    source = find_model(
+        str(arguments["model"]), path=arguments.get("path"), dtype=arguments.get("dtype", "auto"),
+        bits=arguments.get("weight_bits", AUTO), device=open_device("cpu"),
+        weight_cache=arguments.get("weight_cache", AUTO))
     plan = memory_plan(
         source.config, arguments.get("policy") or Policy(), workload,
         itemsize=source.dtype.itemsize, has_gpu=has_gpu,
-        writes_weights=source.writes_weights(arguments.get("weight_cache", "auto")),
+        writes_weights=source.writes_weights,
         cache=CacheOptions(arguments.get("h2o"), arguments.get("cache_bits", 16),
                            arguments.get("attn_sparsity", 1.0), arguments.get("key_bits"),
                            arguments.get("value_bits")),

@@ -39,8 +39,8 @@ from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.storage.free_memory import resident_bytes
 
 if TYPE_CHECKING:
-    from flexgen_h2o.conversation import Stream, Streamer
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.streaming_session import Streamer, StreamingSession
 
 FIGURES = ("question_id", "turn", "position", "prompt_tokens", "generated_tokens", "cached_tokens",
            "prefill_seconds", "decode_ms_per_token", "process_bytes", "kv_cache_bytes")
@@ -266,8 +266,9 @@ class Answer:
                 **self.figures()}
 
 
-def answer(stream: Stream, turns: Iterable[Turn], encode: Callable[[str], str | list[int]], *,
-           streamer: Streamer | None, sampling: dict[str, Any]) -> Iterator[Answer]:
+def answer(stream: StreamingSession, turns: Iterable[Turn],
+           encode: Callable[[str], str | list[int]], *, streamer: Streamer | None,
+           sampling: dict[str, Any]) -> Iterator[Answer]:
     """Yield the answer to each turn, one after the other, all in one stream.
 
     Parameters

@@ -134,8 +134,8 @@ class Stage:
         """True if the stage includes the head."""
         return self.last == self.num_layers
 
-    def layer_steps(self, sep_layer: bool) -> range:
-        """Return the layer steps of the stage in a forward pass (`engine.schedule`)."""
+    def units(self, sep_layer: bool) -> range:
+        """Return the units of the stage in a forward pass (`engine.schedule`)."""
         steps = 2 if sep_layer else 1
         return range(0 if self.is_first_stage else self.first * steps + 1,
                      self.last * steps + (2 if self.is_last_stage else 1))

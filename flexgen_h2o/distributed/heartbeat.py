@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -113,27 +113,14 @@ class Heartbeat(msgspec.Struct):
     progress : int
         Number of work units that the rank has finished.
     state : str
-    words : str
-        Detail of the state: for `WAITING` the rank waited for, for `FAILED` the reason.
+    detail : str
+        For `WAITING` the rank waited for, for `FAILED` the reason.
     """
 
     number: int
     progress: int
     state: str
-    words: str = ""
-
-
-class HeartbeatStore(Protocol):
-    """Store that all ranks share, whose calls time out: see `TimeoutStore`."""
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set the value of a key."""
-
-    def get(self, key: str) -> bytes:
-        """Return the value of an existing key."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return its new value."""
+    detail: str = ""
 
 
 class HeartbeatMonitor:
@@ -144,7 +131,7 @@ class HeartbeatMonitor:
 
     Parameters
     ----------
-    store : HeartbeatStore
+    store : TimeoutStore
         A connection that only this monitor uses.
     rank : int
     names : sequence of str
@@ -157,7 +144,7 @@ class HeartbeatMonitor:
         Monotonic clock in seconds.
     """
 
-    def __init__(self, store: HeartbeatStore, rank: int, names: Sequence[str], *, timeout: float,
+    def __init__(self, store: TimeoutStore, rank: int, names: Sequence[str], *, timeout: float,
                  progress_timeout: float, clock: Callable[[], float] = time.monotonic):
         self.rank, self.names = rank, names
         self.timeout, self.progress_timeout = timeout, progress_timeout
@@ -181,15 +168,15 @@ class HeartbeatMonitor:
         self._beat.progress += 1
 
     @contextmanager
-    def state(self, state: str, words: str = "") -> Iterator[None]:
+    def state(self, state: str, detail: str = "") -> Iterator[None]:
         """Set the published state during a ``with`` statement."""
-        before = self._beat.state, self._beat.words
-        self._beat.state, self._beat.words = state, words
+        before = self._beat.state, self._beat.detail
+        self._beat.state, self._beat.detail = state, detail
         try:
             yield
         finally:
             if self._beat.state != FAILED:
-                self._beat.state, self._beat.words = before
+                self._beat.state, self._beat.detail = before
 
     def waiting(self, rank: int) -> AbstractContextManager[None]:
         """Return a context manager that publishes that this rank waits for another one.
@@ -272,12 +259,12 @@ class HeartbeatMonitor:
                 self._last_progress = now
             if before is None or beat.number != before.number:
                 since = now
-            self._seen[rank] = (Heartbeat(beat.number, beat.progress, beat.state, beat.words),
+            self._seen[rank] = (Heartbeat(beat.number, beat.progress, beat.state, beat.detail),
                                 since)
             if rank == self.rank:
                 continue
             if beat.state == FAILED:
-                self._set_failure(beat.words)
+                self._set_failure(beat.detail)
             elif beat.state != LEFT and now - since > self.timeout:
                 self._set_failure(f"{self.names[rank]} has not answered for {self.timeout:g} s: it "
                                   "has died or stopped, or can't be reached")
@@ -292,7 +279,8 @@ class HeartbeatMonitor:
         if working:
             return f"{self.names[working[0]]} has made no progress {seconds}"
         rank = next((rank for rank, beat in states.items() if beat.state == WAITING), 0)
-        return " ".join(filter(None, (self.names[rank], "has waited", states[rank].words, seconds)))
+        awaited = states[rank].detail
+        return " ".join(filter(None, (self.names[rank], "has waited", awaited, seconds)))
 
     def _set_failure(self, reason: str) -> None:
         with self._failure_found:

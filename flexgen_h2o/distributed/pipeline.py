@@ -320,10 +320,7 @@ class Exchange:
 
     Parameters
     ----------
-    pipeline : Pipeline
-    stage : Stage
-    groups : int
-        Groups that the batches of a block are split into, the same on all ranks.
+    rank : RankContext
     width : int
         Width of hidden states [rows, width] of `dtype` on `device`.
     dtype : torch.dtype
@@ -335,9 +332,9 @@ class Exchange:
         Bytes of all messages so far.
     """
 
-    def __init__(self, pipeline: Pipeline, stage: Stage, groups: int, *, width: int,
-                 dtype: torch.dtype, device: torch.device):
-        self.stage, self.groups, self.pipeline = stage, groups, pipeline
+    def __init__(self, rank: RankContext, *, width: int, dtype: torch.dtype,
+                 device: torch.device):
+        self.stage, self.groups, self._pipeline = rank.stage, rank.groups, rank.pipeline
         self.sent_bytes = 0
         self._width, self._dtype, self._device = width, dtype, device
         self._spare: list[torch.Tensor] = []  # flat, of `dtype`
@@ -361,7 +358,7 @@ class Exchange:
     def receive_hidden(self, batch: int, rows: int) -> None:
         """Start to receive the hidden states of a batch from the previous rank."""
         buffer = self._buffer(rows)[: rows * self._width]
-        self._hidden[batch] = self.pipeline.receive(self.stage.rank - 1, HIDDEN, buffer)
+        self._hidden[batch] = self._pipeline.receive(self.stage.rank - 1, HIDDEN, buffer)
 
     def take_hidden(self, batch: int, into: torch.Tensor) -> None:
         """Wait for the hidden states of a batch and copy them to `into` [rows, width]."""
@@ -376,13 +373,13 @@ class Exchange:
             self._spare.append(self._sent.popleft().wait())
         buffer = self._buffer(len(hidden))[: hidden.numel()]
         buffer.view_as(hidden).copy_(hidden)
-        self._sent.append(self.pipeline.send(self.stage.rank + 1, HIDDEN, buffer))
+        self._sent.append(self._pipeline.send(self.stage.rank + 1, HIDDEN, buffer))
         self.sent_bytes += buffer.nbytes
 
     def receive_tokens(self, batch: int, forward_pass: int, shape: tuple[int, int]) -> None:
         """Start to receive the sampler's output for a batch from the last rank: float64 [shape]."""
         buffer = torch.empty(shape, dtype=torch.float64)
-        self._tokens[batch] = forward_pass, self.pipeline.receive(self.pipeline.last, TOKENS,
+        self._tokens[batch] = forward_pass, self._pipeline.receive(self._pipeline.last, TOKENS,
                                                                   buffer)
 
     def take_tokens(self, batch: int, forward_pass: int) -> torch.Tensor | None:
@@ -400,12 +397,12 @@ class Exchange:
 
     def send_tokens(self, tokens: torch.Tensor) -> None:
         """Start to send the sampler's output for a batch to all other ranks."""
-        for rank in range(self.pipeline.last):
+        for rank in range(self._pipeline.last):
             # Nothing waits for these sends: their receivers are ready.
-            self.pipeline.send(rank, TOKENS, tokens)
+            self._pipeline.send(rank, TOKENS, tokens)
             self.sent_bytes += tokens.nbytes
 
-    def settle(self) -> None:
+    def finish_sends(self) -> None:
         """Wait until all sends are received, at the end of a block."""
         while self._sent:
             self._spare.append(self._sent.popleft().wait())

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 from flexgen_h2o.config.parallel import TorchrunEnv, torchrun_env
 from flexgen_h2o.distributed.heartbeat import TimeoutStore, call_with_timeout
@@ -75,25 +74,6 @@ class ReplicaRank:
         return cls.from_env(torchrun_env(), ranks_per_replica)
 
 
-class SharedStore(Protocol):
-    """Key-value store that all replicas share, as torch.distributed's ``Store``."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set the value of a key."""
-
-    def get(self, key: str) -> bytes:
-        """Return the value of an existing key."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return True if all keys exist."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key to `desired` if its value is `expected`, or if both are missing.
-
-        Return its value afterwards.
-        """
-
-
 class QueueLost(UserError):
     """Replica 0 or the store is gone."""
 
@@ -106,8 +86,7 @@ class WindowQueue:
 
     Parameters
     ----------
-    store : SharedStore
-        A store whose calls time out, such as `TimeoutStore`.
+    store : TimeoutStore
     replica, replicas : int
         Number of this replica, and how many there are.
     timeout : float
@@ -123,8 +102,8 @@ class WindowQueue:
         True once the store fails, or replica 0 has left or is dead.
     """
 
-    def __init__(self, store: SharedStore, replica: int, replicas: int, *, timeout: float = TIMEOUT,
-                 clock: Callable[[], float] = time.monotonic,
+    def __init__(self, store: TimeoutStore, replica: int, replicas: int, *,
+                 timeout: float = TIMEOUT, clock: Callable[[], float] = time.monotonic,
                  wait: Callable[[float], object] = time.sleep):
         self._store, self.replica, self.replicas = store, replica, replicas
         self._timeout, self._clock, self._wait = timeout, clock, wait

@@ -26,11 +26,12 @@ from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.weight_layout import INTEGER_BITS, WeightOptions
-from flexgen_h2o.engine.batch import Batch, Request
-from flexgen_h2o.engine.runner import EngineArgs, Runner
+from flexgen_h2o.engine.args import EngineArgs
+from flexgen_h2o.engine.blocks import GPUBatch, Request
+from flexgen_h2o.engine.loading import load_runner
 from flexgen_h2o.engine.scoring import PrefillScorer
 from flexgen_h2o.engine.source import ModelSource
-from flexgen_h2o.engine.tokenizer import Prompts
+from flexgen_h2o.engine.tokenizer import InputProcessor
 from flexgen_h2o.engine.workspace import WorkspaceSize
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import strip_prompt
@@ -53,7 +54,7 @@ _KEYS = ("text", "article", "prompt")
 _VERSION = 1  # raise it when the importance changes: it is then measured again
 
 
-def calibrate(source: ModelSource, prompts: Prompts, device: Device, args: EngineArgs
+def calibrate(source: ModelSource, inputs: InputProcessor, device: Device, args: EngineArgs
               ) -> None:
     """Set up the quantization of a source's weights with the calibration text of the args.
 
@@ -72,14 +73,14 @@ def calibrate(source: ModelSource, prompts: Prompts, device: Device, args: Engin
     if source.dummy:
         raise UserError("calibration has no effect on random weights: leave it out")
     path = os.path.expanduser(args.calibration)
-    sequences = prompts.windows(_read(path), "calibration", count=SEQUENCES, length=LENGTH)
+    sequences = inputs.windows(_read(path), "calibration", count=SEQUENCES, length=LENGTH)
     tokens = sum(map(len, sequences))
     if tokens < MIN_TOKENS:
         raise UserError(f"calibration {path} has {tokens} tokens: give a text of at least "
                         f"{MIN_TOKENS}, better of {SEQUENCES * LENGTH}")
     key = json.dumps([_VERSION, sequences]).encode()
     source.calibration = hashlib.sha256(key).hexdigest()[:16]
-    if args.pipeline is not None and not source.is_cached(args.weight_cache):
+    if args.pipeline is not None and not source.is_cached:
         raise UserError("calibration runs on one rank: load the model once without a pipeline, "
                         "with the same calibration, weight_bits, dtype and weight_cache, then "
                         "start the ranks")
@@ -108,7 +109,7 @@ def _importance(source: ModelSource, sequences: Sequence[list[int]], device: Dev
                     calibration="", measure=None)
     specs = _matrices(source)
     importance = plain.cached_constants(partial(_measure, plain, specs, sequences, device, args),
-                                        f"importance-{source.calibration}", args.weight_cache)
+                                        f"importance-{source.calibration}")
     parts = torch.from_numpy(importance).split([spec.shape[1] for spec in specs])
     return {spec.name: part for spec, part in zip(specs, parts, strict=True)}
 
@@ -134,9 +135,9 @@ def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequen
     policy = Policy(_SEQUENCES_PER_BATCH, max(2, -(-len(sequences) // _SEQUENCES_PER_BATCH)),
                     weights=_placement(source, device, args),
                     overlap=args.policy.overlap, pin_weight=args.policy.pin_weight)
-    runner = Runner(source, device, replace(args, policy=policy, cache=CacheOptions(), trace=None))
-    with ExitStack() as opened:
-        runner.load(opened)
+    args = replace(args, policy=policy, cache=CacheOptions(), trace=None)
+    with ExitStack() as resources:
+        runner = load_runner(source, device, args, resources)
         queue = runner.queue([Request(key, ids) for key, ids in enumerate(sequences)], 0,
                              share_prompts=False)
         cached = source.config.attention_only
@@ -240,5 +241,5 @@ class _MeasuringFormat(WeightFormat):
 class _EveryRow(PrefillScorer):
     """A scorer that needs the logits of every row, so that the head's inputs are all measured."""
 
-    def reduce(self, batch: Batch, forward_pass: int, row: int, logits: Tensor) -> Tensor:
+    def reduce(self, batch: GPUBatch, forward_pass: int, row: int, logits: Tensor) -> Tensor:
         return torch.zeros(len(logits), self.width)

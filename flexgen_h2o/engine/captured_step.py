@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.engine.schedule import LayerStep
+from flexgen_h2o.engine.schedule import Action
+from flexgen_h2o.engine.weight_files import attention_sinks
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.kernels import ops
@@ -39,7 +40,7 @@ def capture_obstacle(workspace: Workspace, policy: Policy, *, device: torch.devi
         (device.type != "cpu", "compute is not on a CPU"),
         (dtype != torch.bfloat16, f"{dtype} runs PyTorch's operations"),
         (ops.uses_reference("cpu"), "the C++ kernels are missing or disabled"),
-        (policy.sep_layer and not mixture, "attention and MLP are separate steps"),
+        (policy.sep_layer and not mixture, "attention and MLP are separate units"),
         (not workspace.hidden.is_resident, "hidden states move between tiers"),
     )
     return next((reason for applies, reason in obstacles if applies), None)
@@ -47,7 +48,7 @@ def capture_obstacle(workspace: Workspace, policy: Policy, *, device: torch.devi
 
 @dataclass(frozen=True)
 class _CapturedLayer:
-    """A captured layer step of a batch.
+    """A captured unit of a batch.
 
     Attributes
     ----------
@@ -87,8 +88,8 @@ class CapturedLayers:
 
     Attributes
     ----------
-    layer_steps : frozenset of int
-        The captured layer steps, numbered as in the schedule.
+    units : frozenset of int
+        The captured units, numbered as in the schedule.
     complete : bool
         True if every decoder layer is captured, with its attention. Recurrent layers never are.
     """
@@ -103,16 +104,16 @@ class CapturedLayers:
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
         self._attended: dict[int, torch.Tensor] = {}
         mixture = config.experts is not None
-        steps_per_layer = 2 if mixture else 1
-        layers = range(1, len(weights.units) - 1, steps_per_layer)
+        units_per_layer = 2 if mixture else 1
+        layers = range(1, len(weights.units) - 1, units_per_layer)
         reason = capture_obstacle(workspace, policy, device=device, dtype=dtype, mixture=mixture)
         if reason is not None:
             _log.debug("decode steps go operation by operation: %s", reason)
-        self.layer_steps = frozenset(
-            step for step in layers if reason is None and weights.is_resident(step)
-            and not config.is_recurrent((step - 1) // steps_per_layer))
+        self.units = frozenset(
+            unit for unit in layers if reason is None and weights.is_resident(unit)
+            and not config.is_recurrent((unit - 1) // units_per_layer))
         self._captures_attention = workspace.cache.supports_capture
-        self.complete = self._captures_attention and len(self.layer_steps) == len(layers)
+        self.complete = self._captures_attention and len(self.units) == len(layers)
 
     def prepare_replay(self, batch: int, positions: torch.Tensor, lengths: torch.Tensor | None,
                        token: int) -> None:
@@ -125,7 +126,7 @@ class CapturedLayers:
         token : int
             Number of the block's new token, from 1.
         """
-        if not (self.layer_steps and self._captures_attention):
+        if not (self.units and self._captures_attention):
             return
         self._workspace.cache.prepare_replay(batch, token)
         tables = all_tables(self._config.ropes, positions, torch.float32, lengths)
@@ -136,9 +137,9 @@ class CapturedLayers:
             for target, table in zip(captured, new, strict=True):
                 target.copy_(table)
 
-    def run(self, step: LayerStep, *, cache_layer: int, rope_number: int, rows: int,
+    def run(self, action: Action, *, cache_layer: int, rope_number: int, rows: int,
             attend: Callable[..., torch.Tensor]) -> None:
-        """Compute a layer step on the hidden states of a batch: replay it, or capture it first.
+        """Compute a unit on the hidden states of a batch: replay it, or capture it first.
 
         Parameters
         ----------
@@ -148,18 +149,18 @@ class CapturedLayers:
             See `ModelConfig.rope_number`.
         rows : int
             Rows of the hidden states.
-        attend : callable (step, x, q, k, v) -> Tensor
+        attend : callable (action, x, q, k, v) -> Tensor
             Attention over new tokens, if the cache cannot capture. x [rows, hidden] is the layer's
             input; q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] are not rotated.
             The result is [rows, heads, elements of a value].
         """
-        layer = self._layers.get((step.layer, step.batch))
+        layer = self._layers.get((action.unit, action.batch))
         if layer is None:
-            layer = self._capture(step.layer, step.batch, cache_layer, rope_number, rows)
-            self._layers[step.layer, step.batch] = layer
+            layer = self._capture(action.unit, action.batch, cache_layer, rope_number, rows)
+            self._layers[action.unit, action.batch] = layer
         layer.before.replay()
         if not self._captures_attention:
-            layer.attended.copy_(attend(step, layer.x, *layer.qkv))
+            layer.attended.copy_(attend(action, layer.x, *layer.qkv))
             layer.after.replay()
 
     def _capture(self, layer: int, batch: int, cache_layer: int, rope_number: int, rows: int
@@ -177,7 +178,7 @@ class CapturedLayers:
             ropes = self._rope[batch]
             rope = ropes[rope_number] if ropes else None
             self._workspace.cache.capture_token(cache_layer, batch, q, k, v, rope=rope,
-                                             sinks=weights.get("sinks"), out=out,
+                                             sinks=attention_sinks(weights), out=out,
                                              capture=calls)
         else:
             calls = CapturedCalls()

@@ -1,11 +1,10 @@
-"""Compute of the layer steps: embedding, attention and MLP, logits; in prefill and decode."""
+"""Compute of the units: embedding, decoder layers and logits, in prefill and decode."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -14,11 +13,11 @@ from flexgen_h2o.cache.recurrent_state import RecurrentStates, Rule
 from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
 from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.engine.batch import Batch, RowChunk
+from flexgen_h2o.engine.blocks import GPUBatch, RowChunk
 from flexgen_h2o.engine.captured_step import CapturedLayers
 from flexgen_h2o.engine.experts import ROUTING, ExpertLayers
-from flexgen_h2o.engine.schedule import LayerStep, num_layer_steps
-from flexgen_h2o.engine.weight_files import Weight
+from flexgen_h2o.engine.schedule import Action, num_units
+from flexgen_h2o.engine.weight_files import Weight, attention_sinks
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace
 from flexgen_h2o.h2o.batch_layout import PromptChunk
@@ -61,13 +60,13 @@ class PrefetchAutotune:
 
 
 class DecoderLayers:
-    """Computes embedding, decoder layers and head for the batches of a block, one step per call.
+    """Computes embedding, decoder layers and head for the batches of a block, one unit per call.
 
     Parameters
     ----------
     config : ModelConfig
     weights : WeightStore
-        Loaded. The executor fetches a layer's weights before its step is computed.
+        Loaded. The executor fetches the weights of a unit before its compute.
     workspace : Workspace
         Memory of the block. The executor has called its cache's `begin` or `resume`.
     policy : Policy
@@ -81,10 +80,10 @@ class DecoderLayers:
 
     Attributes
     ----------
-    layer_steps : range
-        Numbers of this rank's layer steps (see `LayerStep`).
-    head_step : int
-        Number of the layer step of the head.
+    units : range
+        Numbers of this rank's units.
+    head_unit : int
+        Number of the head's unit.
     chunk_rows : int
         The most rows of prompts that are computed together.
     prefetch : PrefetchAutotune
@@ -111,18 +110,18 @@ class DecoderLayers:
         self.prefetch = PrefetchAutotune()
         self._sep_layer = policy.sep_layer
         self._stage = stage
-        self.layer_steps = stage.layer_steps(policy.sep_layer)
-        self.head_step = num_layer_steps(config.num_layers, policy.sep_layer) - 1
+        self.units = stage.units(policy.sep_layer)
+        self.head_unit = num_units(config.num_layers, policy.sep_layer) - 1
         self._experts = experts
         self._captured = CapturedLayers(
             config, weights, workspace, policy=policy, device=transfers.device.torch,
             dtype=workspace.dtype)
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
-        self._batches: Sequence[Batch] = ()
+        self._batches: Sequence[GPUBatch] = ()
         self._pending_attention: dict[int, PendingAttention] = {}
         self.chunk_rows = CHUNK_ROWS[transfers.device.torch.type]
 
-    def begin(self, batches: Sequence[Batch], groups: int) -> None:
+    def begin(self, batches: Sequence[GPUBatch], groups: int) -> None:
         """Begin a block. A pipeline computes its batches in `groups` groups; one rank has one."""
         self._batches = batches
         self._pending_attention.clear()
@@ -130,36 +129,36 @@ class DecoderLayers:
         if self._experts is not None:
             self._experts.begin(batches, groups)
 
-    def set_positions(self, step: LayerStep, positions: torch.Tensor) -> None:
+    def set_positions(self, action: Action, positions: torch.Tensor) -> None:
         """Prepare a batch's rows: RoPE tables, and what replayed calls read and roll back.
 
         `positions` is int64 [rows], on the host.
         """
-        batch = self._batches[step.batch]
-        rope_lengths = batch.rope_lengths(step.forward_pass)
+        batch = self._batches[action.batch]
+        rope_lengths = batch.rope_lengths(action.forward_pass)
         lengths = None if rope_lengths is None else torch.tensor(rope_lengths)
-        if not (batch.batch_layout.in_prefill(step.forward_pass) or batch.drafts):
+        if not (batch.layout.in_prefill(action.forward_pass) or batch.drafts):
             self._captured.prepare_replay(
-                step.batch, positions, lengths, batch.token(step.forward_pass))
+                action.batch, positions, lengths, batch.token(action.forward_pass))
             if self._captured.complete:
                 return
         device = self._transfers.device.torch
-        self._rope[step.batch] = all_tables(
+        self._rope[action.batch] = all_tables(
             self._config.ropes, positions.to(device), ops.table_dtype(device, self._dtype),
             None if lengths is None else lengths.to(device))
 
-    def embed(self, step: LayerStep) -> None:
+    def embed(self, action: Action) -> None:
         """Write the embeddings of a batch's tokens to its hidden states, and set its positions."""
-        batch = self._batches[step.batch]
-        weights = self._weights.get(step.layer)
-        ids, positions = (torch.tensor(values) for values in batch.inputs(step.forward_pass))
-        x = self._hidden.get(step.batch, len(ids), fresh=True)
+        batch = self._batches[action.batch]
+        weights = self._weights.get(action.unit)
+        ids, positions = (torch.tensor(values) for values in batch.inputs(action.forward_pass))
+        x = self._hidden.get(action.batch, len(ids), fresh=True)
         for rows in _row_chunks(len(ids), self.chunk_rows):
             x[rows] = self._family.embed(self._config, weights, self._weights.lookup,
                                          ids[rows], positions[rows])
-        self.set_positions(step, positions)
+        self.set_positions(action, positions)
 
-    def logits(self, step: LayerStep, selected: torch.Tensor
+    def logits(self, action: Action, selected: torch.Tensor
                ) -> Iterator[tuple[int, torch.Tensor]]:
         """Compute the logits of selected rows of a batch, chunk by chunk.
 
@@ -173,175 +172,175 @@ class DecoderLayers:
         (int, Tensor float [chunk_rows, vocab])
             Index of the chunk's first row among `selected`, and the logits.
         """
-        batch = self._batches[step.batch]
-        weights = self._weights.get(step.layer)
-        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        batch, weights, x = self._operands(action)
         if batch.has_shared_rows or len(selected) < len(x):
             x = x[selected.to(self._transfers.device.torch)]
         for rows in _row_chunks(len(x), LOGIT_ROWS):
             yield rows.start, self._family.head(self._config, weights, x[rows])
 
-    def _layer(self, step: LayerStep) -> int:
-        """Return the index of a layer step's decoder layer among this rank's layers."""
-        return (step.layer - 1) // (2 if self._sep_layer else 1) - self._stage.first
+    def _operands(self, action: Action) -> tuple[GPUBatch, Mapping[str, Weight], torch.Tensor]:
+        """Return the batch of a unit, its weights, and its hidden states [rows, hidden]."""
+        batch = self._batches[action.batch]
+        return batch, self._weights.get(action.unit), self._hidden.get(
+            action.batch, batch.rows(action.forward_pass))
 
-    def cache_of(self, step: LayerStep) -> tuple[BlockCache | RecurrentStates, int]:
-        """Return the cache of a layer step's decoder layer, and the layer's index in it."""
-        layer = self._layer(step)
+    def _layer(self, action: Action) -> int:
+        """Return the index of a unit's decoder layer among this rank's layers."""
+        return (action.unit - 1) // (2 if self._sep_layer else 1) - self._stage.first
+
+    def cache_of(self, action: Action) -> tuple[BlockCache | RecurrentStates, int]:
+        """Return the cache of a unit's decoder layer, and the layer's index in it."""
+        layer = self._layer(action)
         cache = self._states if self._recurrent[layer] else self._cache
         assert cache is not None
         return cache, self._cache_layers[layer]
 
-    def _cache_layer(self, step: LayerStep) -> int:
-        """Return the index of a layer step's attention layer in this rank's KV cache."""
-        return self._cache_layers[self._layer(step)]
+    def _cache_layer(self, action: Action) -> int:
+        """Return the index of a unit's attention layer in this rank's KV cache."""
+        return self._cache_layers[self._layer(action)]
 
-    def _has_experts(self, step: LayerStep) -> bool:
-        """Return True if the decoder layer of a layer step has experts."""
+    def _has_experts(self, action: Action) -> bool:
+        """Return True if the decoder layer of a unit has experts."""
         return self._experts is not None and self._config.has_experts(
-            self._stage.first + self._layer(step))
+            self._stage.first + self._layer(action))
 
-    def _rope_tables(self, step: LayerStep) -> RopeTables | None:
-        """Return the RoPE tables of a layer step's rows; None for a model without RoPE."""
-        tables = self._rope[step.batch]
-        return tables[self._rope_number(step)] if tables else None
+    def _rope_tables(self, action: Action) -> RopeTables | None:
+        """Return the RoPE tables of a unit's rows; None for a model without RoPE."""
+        tables = self._rope[action.batch]
+        return tables[self._rope_number(action)] if tables else None
 
-    def _rope_number(self, step: LayerStep) -> int:
-        return self._config.rope_number(self._stage.first + self._layer(step))
+    def _rope_number(self, action: Action) -> int:
+        return self._config.rope_number(self._stage.first + self._layer(action))
 
-    def attend(self, step: LayerStep) -> None:
+    def attend(self, action: Action) -> None:
         """Start the attention of a decode step ahead of its `compute`, if its layer has any."""
-        if self._recurrent[self._layer(step)]:
+        if self._recurrent[self._layer(action)]:
             return
-        self._pending_attention[step.batch] = self._start_attention(step)
+        self._pending_attention[action.batch] = self._start_attention(action)
 
-    def compute(self, step: LayerStep) -> None:
-        """Compute a layer step of a decoder layer: a whole layer, or attention or MLP."""
-        batch = self._batches[step.batch]
-        if self._sep_layer and step.layer % 2 == 0:
-            self._mlp(step, batch)
-        elif self._recurrent[self._layer(step)]:
-            self._recurrent_layer(step, batch)
-        elif batch.batch_layout.in_prefill(step.forward_pass):
-            self._prefill_layer(step, batch)
+    def compute(self, action: Action) -> None:
+        """Compute a decoder layer, or its attention or MLP."""
+        batch = self._batches[action.batch]
+        if self._sep_layer and action.unit % 2 == 0:
+            self._mlp(action)
+        elif self._recurrent[self._layer(action)]:
+            self._recurrent_layer(action)
+        elif batch.layout.in_prefill(action.forward_pass):
+            self._prefill_layer(action)
         elif batch.drafts:
-            self._verify_layer(step, batch)
-        elif step.layer in self._captured.layer_steps:
-            self._captured.run(step, cache_layer=self._cache_layer(step),
-                               rope_number=self._rope_number(step), rows=len(batch),
+            self._verify_layer(action)
+        elif action.unit in self._captured.units:
+            self._captured.run(action, cache_layer=self._cache_layer(action),
+                               rope_number=self._rope_number(action), rows=len(batch),
                                attend=self._attend_between_captures)
-            if self._has_experts(step):
-                self._route(step, self._weights.get(step.layer),
-                            self._hidden.get(step.batch, len(batch)))
+            if self._has_experts(action):
+                self._route(action, *self._operands(action)[1:])
         else:
-            self._decode_layer(step, batch)
+            self._decode_layer(action)
 
-    def _prefill_layer(self, step: LayerStep, batch: Batch) -> None:
-        weights = self._weights.get(step.layer)
-        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        rope = self._rope_tables(step)
+    def _prefill_layer(self, action: Action) -> None:
+        batch, weights, x = self._operands(action)
+        rope = self._rope_tables(action)
         attend = self._attend_shared_prompts if batch.has_shared_rows else self._attend_prompts
-        for chunk in batch.chunks(step.forward_pass, self.chunk_rows):
+        for chunk in batch.chunks(action.forward_pass, self.chunk_rows):
             rows = slice(chunk.row, chunk.end)
             tables = None if rope is None else tuple(table[rows] for table in rope)
             qkv = self._family.attention_inputs(self._config, weights, x[rows], self._operations)
-            sinks: Any = weights.get("sinks")
-            attended = attend(step, chunk.spans, qkv, tables, sinks)
-            self._finish_layer(step, weights, x[rows], attended, chunk.row,
-                               list(chunk.prompt_starts(batch.batch_layout.past)))
+            sinks = attention_sinks(weights)
+            attended = attend(action, chunk.spans, qkv, tables, sinks)
+            self._finish_layer(action, weights, x[rows], attended, chunk.row,
+                               list(chunk.prompt_starts(batch.layout.past)))
 
-    def _recurrent_layer(self, step: LayerStep, batch: Batch) -> None:
+    def _recurrent_layer(self, action: Action) -> None:
         """Compute a recurrent layer in a prefill or in a decode step."""
-        weights, forward_pass = self._weights.get(step.layer), step.forward_pass
-        x = self._hidden.get(step.batch, batch.rows(forward_pass))
-        if batch.batch_layout.in_prefill(forward_pass):
+        batch, weights, x = self._operands(action)
+        forward_pass = action.forward_pass
+        if batch.layout.in_prefill(forward_pass):
             for chunk in batch.chunks(forward_pass, self.chunk_rows):
-                self._advance_rows(step, weights, x[chunk.row : chunk.end], chunk,
-                                   list(chunk.prompt_starts(batch.batch_layout.past)))
+                self._advance_rows(action, weights, x[chunk.row : chunk.end], chunk,
+                                   list(chunk.prompt_starts(batch.layout.past)))
             return
         # A finished sequence repeats its newest token. Nothing reads its state any more.
         token = batch.token(forward_pass)
-        lengths = [batch.batch_layout.tokens(sequence, token) for sequence in range(len(batch))]
+        lengths = [batch.layout.tokens(sequence, token) for sequence in range(len(batch))]
         spans = tuple(PromptChunk(sequence, length - 1, length)
                       for sequence, length in enumerate(lengths))
-        self._advance_rows(step, weights, x, RowChunk(spans, 0, len(batch)))
+        self._advance_rows(action, weights, x, RowChunk(spans, 0, len(batch)))
 
-    def _advance_rows(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor,
+    def _advance_rows(self, action: Action, weights: Mapping[str, Weight], x: torch.Tensor,
                       chunk: RowChunk, prompt_starts: Sequence[slice] | None = None) -> None:
         """Compute a recurrent layer for rows x [rows, hidden], and advance the states.
 
         Other arguments are as in `_finish_layer`.
         """
-        states, layer = self._states, self._cache_layer(step)
-        batch = self._batches[step.batch]
+        states, layer = self._states, self._cache_layer(action)
+        batch = self._batches[action.batch]
         assert states is not None
 
         def advance(rule: Rule, *rows: torch.Tensor) -> torch.Tensor:
-            advance_spans = partial(states.advance, layer, step.batch, rule)
+            advance_spans = partial(states.advance, layer, action.batch, rule)
             if prompt_starts is None or not batch.has_shared_rows:
                 return advance_spans(*rows, spans=chunk.spans)
             outputs, lengths = [], [len(span) for span in chunk.spans]
             for span, *parts in zip(chunk.spans, *(part.split(lengths) for part in rows),
                                     strict=True):
                 outputs.append(advance_spans(*parts, spans=[span]))
-                states.repeat(layer, step.batch, span.sequence, *batch.sharers(span))
+                states.repeat(layer, action.batch, span.sequence, *batch.sharers(span))
             return torch.cat(outputs)
 
         self._family.recurrent(self._config, weights, x, advance, self._operations)
-        self._finish_residual(step, weights, x, chunk.row, prompt_starts)
+        self._finish_residual(action, weights, x, chunk.row, prompt_starts)
 
-    def _attend_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
+    def _attend_prompts(self, action: Action, spans: Sequence[PromptChunk], qkv,
                         rope, sinks: torch.Tensor | None) -> torch.Tensor:
         """Attend within prompts, and cache them; q, k and v are [rows, heads, head_dim]."""
-        return self._cache.attend_prompt(self._cache_layer(step), step.batch, *qkv, spans=spans,
+        return self._cache.attend_prompt(self._cache_layer(action), action.batch, *qkv, spans=spans,
                                          rope=rope, sinks=sinks)
 
-    def _attend_shared_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
+    def _attend_shared_prompts(self, action: Action, spans: Sequence[PromptChunk], qkv,
                      rope, sinks: torch.Tensor | None) -> torch.Tensor:
         """Attend within prompts that several sequences share, and copy the cache to each sequence.
 
         A span may be a part of a prompt: the cache is copied when the whole prompt is computed.
         """
         outputs, first = [], 0
-        batch = self._batches[step.batch]
+        batch = self._batches[action.batch]
         for span in spans:  # one by one: the cache takes only adjacent sequences
             rows = slice(first, first + len(span))
             first = rows.stop
             outputs.append(self._attend_prompts(
-                step, [span], [x[rows] for x in qkv],
+                action, [span], [x[rows] for x in qkv],
                 None if rope is None else [table[rows] for table in rope], sinks))
-            if span.end == batch.batch_layout.lengths[span.sequence]:
-                self._cache.repeat(self._cache_layer(step), step.batch,
+            if span.end == batch.layout.lengths[span.sequence]:
+                self._cache.repeat(self._cache_layer(action), action.batch,
                                    *batch.duplicates[span.sequence])
         return torch.cat(outputs)
 
-    def _decode_layer(self, step: LayerStep, batch: Batch) -> None:
-        pending = self._pending_attention.pop(step.batch, None) or self._start_attention(step)
-        weights = self._weights.get(step.layer)
-        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        self._finish_layer(step, weights, x, self._finish_attention(step, x, pending))
+    def _decode_layer(self, action: Action) -> None:
+        pending = self._pending_attention.pop(action.batch, None) or self._start_attention(action)
+        _, weights, x = self._operands(action)
+        self._finish_layer(action, weights, x, self._finish_attention(action, x, pending))
 
-    def _verify_layer(self, step: LayerStep, batch: Batch) -> None:
+    def _verify_layer(self, action: Action) -> None:
         """Compute the rows of a new token and its drafts; attention takes them one by one."""
-        weights = self._weights.get(step.layer)
-        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        batch, weights, x = self._operands(action)
         qkv = self._family.attention_inputs(self._config, weights, x, self._operations)
-        tables, token = self._rope_tables(step), batch.token(step.forward_pass)
+        tables, token = self._rope_tables(action), batch.token(action.forward_pass)
         attended = []
         for row in range(len(x)):  # each evicts before the next one attends
             q, k, v = (each[row : row + 1] for each in qkv)
             rope = None if tables is None else (tables[0][row : row + 1], tables[1][row : row + 1])
             attended.append(self._cache.attend_token(
-                self._cache_layer(step), step.batch, q, k, v, token=token + row, rope=rope,
-                sinks=weights.get("sinks"), drafted=row > 0).result(self._transfers))
-        self._finish_layer(step, weights, x, torch.cat(attended))
+                self._cache_layer(action), action.batch, q, k, v, token=token + row, rope=rope,
+                sinks=attention_sinks(weights), drafted=row > 0).result(self._transfers))
+        self._finish_layer(action, weights, x, torch.cat(attended))
 
-    def _attend_between_captures(self, step: LayerStep, x: torch.Tensor, *qkv: torch.Tensor
+    def _attend_between_captures(self, action: Action, x: torch.Tensor, *qkv: torch.Tensor
                                  ) -> torch.Tensor:
         """Attend between the two captured halves of a layer: see `CapturedLayers.run`."""
-        return self._finish_attention(step, x, self._start_attention_with(step, *qkv))
+        return self._finish_attention(action, x, self._start_attention_with(action, *qkv))
 
-    def _finish_attention(self, step: LayerStep, x: torch.Tensor, pending: PendingAttention
+    def _finish_attention(self, action: Action, x: torch.Tensor, pending: PendingAttention
                           ) -> torch.Tensor:
         """Wait for attention, return its output, and prefetch for the next layer.
 
@@ -349,73 +348,71 @@ class DecoderLayers:
         """
         attended = pending.result(self._transfers)
         if self._overlap and self._cache.supports_prefetch and self.prefetch.enabled:
-            self._prefetch(step, self._batches[step.batch], x)
+            self._prefetch(action, x)
         return attended
 
-    def _prefetch(self, step: LayerStep, batch: Batch, x: torch.Tensor) -> None:
+    def _prefetch(self, action: Action, x: torch.Tensor) -> None:
         """Prefetch the tokens that the next layer is likely to recall.
 
         Its queries are predicted from this layer's input x [rows, hidden] (InfiniGen, arXiv
         2406.19707). Without resident weights of the next layer it is a no-op.
         """
-        following = step._replace(layer=step.layer + (2 if self._sep_layer else 1))
-        if (following.layer not in self.layer_steps or following.layer >= self.head_step
+        following = action._replace(unit=action.unit + (2 if self._sep_layer else 1))
+        if (following.unit not in self.units or following.unit >= self.head_unit
                 or self._recurrent[self._layer(following)]
-                or not self._weights.is_resident(following.layer)):
+                or not self._weights.is_resident(following.unit)):
             return
-        weights = self._weights.get(following.layer)
+        weights = self._weights.get(following.unit)
         q, k, _ = self._family.attention_inputs(self._config, weights, x, self._operations)
         self._cache.prefetch_token(
-            self._cache_layer(following), step.batch, q, k, rope=self._rope_tables(following),
-            token=batch.token(step.forward_pass), sinks=weights.get("sinks"))
+            self._cache_layer(following), action.batch, q, k, rope=self._rope_tables(following),
+            token=self._batches[action.batch].token(action.forward_pass),
+            sinks=attention_sinks(weights))
 
-    def _start_attention(self, step: LayerStep) -> PendingAttention:
+    def _start_attention(self, action: Action) -> PendingAttention:
         """Compute queries, keys and values of new tokens, and start their attention."""
-        batch = self._batches[step.batch]
-        weights = self._weights.get(step.layer)
-        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        _, weights, x = self._operands(action)
         return self._start_attention_with(
-            step, *self._family.attention_inputs(self._config, weights, x, self._operations))
+            action, *self._family.attention_inputs(self._config, weights, x, self._operations))
 
-    def _start_attention_with(self, step: LayerStep, *qkv: torch.Tensor) -> PendingAttention:
+    def _start_attention_with(self, action: Action, *qkv: torch.Tensor) -> PendingAttention:
         """Start the attention of given queries, keys and values, which are overwritten."""
         return self._cache.attend_token(
-            self._cache_layer(step), step.batch, *qkv, rope=self._rope_tables(step),
-            token=self._batches[step.batch].token(step.forward_pass),
-            sinks=self._weights.get(step.layer).get("sinks"))
+            self._cache_layer(action), action.batch, *qkv, rope=self._rope_tables(action),
+            token=self._batches[action.batch].token(action.forward_pass),
+            sinks=attention_sinks(self._weights.get(action.unit)))
 
-    def _finish_layer(self, step: LayerStep, weights: Mapping[str, Weight],
+    def _finish_layer(self, action: Action, weights: Mapping[str, Weight],
                       x: torch.Tensor, attended: torch.Tensor, row: int = 0,
                       prompt_starts: Sequence[slice] | None = None) -> None:
-        """Compute the part of a layer step after attention; x [rows, hidden] is updated.
+        """Compute the part of a unit after attention; x [rows, hidden] is updated.
 
         `row` is the index of x's first row in the batch. `prompt_starts` are the rows of x with the
         first chunk of a prompt.
         """
         self._family.attention_output(self._config, weights, x, attended, self._operations)
-        self._finish_residual(step, weights, x, row, prompt_starts)
+        self._finish_residual(action, weights, x, row, prompt_starts)
 
-    def _finish_residual(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor,
+    def _finish_residual(self, action: Action, weights: Mapping[str, Weight], x: torch.Tensor,
                          row: int, prompt_starts: Sequence[slice] | None) -> None:
-        """Compute the part of a layer step after attention's residual; see `_finish_layer`."""
-        if self._has_experts(step):
-            self._route(step, weights, x, row, prompt_starts)
+        """Compute the part of a unit after attention's residual; see `_finish_layer`."""
+        if self._has_experts(action):
+            self._route(action, weights, x, row, prompt_starts)
         elif not (self._sep_layer or self._config.parallel_residual):
             self._family.mlp(self._config, weights, x, self._operations)
 
-    def _route(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor, row: int = 0,
+    def _route(self, action: Action, weights: Mapping[str, Weight], x: torch.Tensor, row: int = 0,
                prompt_starts: Sequence[slice] | None = None) -> None:
         """Compute the router for rows x [rows, hidden]; other arguments as in `_finish_layer`."""
-        self._experts.route(self._layer(step), weights, x, batch=step.batch,
-                            forward_pass=step.forward_pass, row=row, prompt_starts=prompt_starts,
+        self._experts.route(self._layer(action), weights, x, batch=action.batch,
+                            forward_pass=action.forward_pass, row=row, prompt_starts=prompt_starts,
                             following=self._weights.resident_weights(
-                                step.layer + 2, *weights.keys() & ROUTING))
+                                action.unit + 2, *weights.keys() & ROUTING))
 
-    def _mlp(self, step: LayerStep, batch: Batch) -> None:
-        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        weights = self._weights.get(step.layer)
-        if self._has_experts(step):
-            self._experts.add_(weights, x, batch=step.batch, forward_pass=step.forward_pass)
+    def _mlp(self, action: Action) -> None:
+        _, weights, x = self._operands(action)
+        if self._has_experts(action):
+            self._experts.add_(weights, x, batch=action.batch, forward_pass=action.forward_pass)
         else:
             self._family.mlp(self._config, weights, x, self._operations)
 

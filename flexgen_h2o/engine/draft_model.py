@@ -8,7 +8,7 @@ from itertools import takewhile
 from flexgen_h2o.cache.layout import CacheSize, slots_of
 from flexgen_h2o.config.limits import DRAFT_CHUNK
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.engine.batch import Request, next_turn
+from flexgen_h2o.engine.blocks import Request, next_turn
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler
 from flexgen_h2o.engine.speculation import Drafter, NgramDrafter

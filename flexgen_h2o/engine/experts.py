@@ -19,7 +19,7 @@ from flexgen_h2o.config.layers import ExpertKey
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.config.parallel import split_batches
 from flexgen_h2o.config.weight_layout import WeightOptions
-from flexgen_h2o.engine.batch import Batch
+from flexgen_h2o.engine.blocks import GPUBatch
 from flexgen_h2o.engine.expert_slots import ExpertSlots, put
 from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.kernels.cpu.experts import ExpertTable, experts, max_expert_rows
@@ -207,7 +207,7 @@ class HostExperts:
 
 
 class ExpertLayers:
-    """The experts' part of the layer steps of one block.
+    """The experts of a block's decoder layers.
 
     Parameters
     ----------
@@ -235,7 +235,7 @@ class ExpertLayers:
         self._host = HostExperts(config, slots, transfers)
         slots.reset()
 
-    def begin(self, batches: Sequence[Batch], groups: int) -> None:
+    def begin(self, batches: Sequence[GPUBatch], groups: int) -> None:
         """Begin a block whose batches go through the layers in a number of groups."""
         self._batches = batches
         self._groups = split_batches(len(batches), groups)

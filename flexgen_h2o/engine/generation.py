@@ -16,19 +16,21 @@ from typing import Protocol
 
 import torch
 
+from flexgen_h2o.cache.alternatives import ProbedCache
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.config.validation import check_int
+from flexgen_h2o.config.validation import check_bool, check_int
 from flexgen_h2o.distributed.control_messages import Close, ControlChannel, Generate, RunBlock
 from flexgen_h2o.distributed.heartbeat import PipelineFailure
-from flexgen_h2o.engine.batch import BlockQueue, OpenQueue, Request
+from flexgen_h2o.engine.blocks import BlockQueue, OpenQueue, Request
 from flexgen_h2o.engine.draft_model import new_drafter
+from flexgen_h2o.engine.output_processor import OnText, OutputProcessor
 from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.sampling import GenerationSampler, LogitsConsumer
 from flexgen_h2o.engine.scoring import DecodeScorer, OnLogits, PrefillScorer
-from flexgen_h2o.engine.tokenizer import OnText, Prompts
+from flexgen_h2o.engine.tokenizer import InputProcessor
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import (
     InsufficientMemory,
@@ -194,8 +196,7 @@ class Engine:
     ----------
     runner : Runner
         Runner of the loaded model.
-    prompts : Prompts
-        Tokenizes prompts and decodes outputs.
+    inputs : InputProcessor
     control : ControlChannel
         Control messages to other ranks.
     memory : MemoryCheck
@@ -206,16 +207,17 @@ class Engine:
     ----------
     runner : Runner
         Computes the blocks of new runs.
+    outputs : OutputProcessor
     stats : RunStats or None
         Statistics of the latest run.
     """
 
-    def __init__(self, runner: Runner, prompts: Prompts, control: ControlChannel,
+    def __init__(self, runner: Runner, inputs: InputProcessor, control: ControlChannel,
                  memory: MemoryCheck, cache: CacheOptions):
-        self.runner = runner
+        self.runner, self.inputs, self.outputs = runner, inputs, OutputProcessor(inputs)
+        self.memory = memory
         self.stats: RunStats | None = None
-        self._prompts, self._control = prompts, control
-        self._memory, self._cache = memory, cache
+        self._control, self._cache = control, cache
         self._closed = False
         self._runs: weakref.WeakSet[GenerationRun] = weakref.WeakSet()
         self._spares: list[Workspace] = []
@@ -223,7 +225,8 @@ class Engine:
 
     def begin_generation(self, prompts: Sequence[str | Sequence[int]],
                          params: Sequence[SamplingParams], *, cut_gen_len: int | None = None,
-                         special: bool = True, on_text: OnText | None = None) -> GenerationRun:
+                         add_special_tokens: bool = True, on_text: OnText | None = None
+                         ) -> GenerationRun:
         """Begin a run that continues prompts, on all ranks.
 
         Parameters
@@ -233,9 +236,7 @@ class Engine:
             Sampling parameters of each prompt.
         cut_gen_len : int, optional
             Generate at most this many tokens, also if the parameters allow more.
-        special : bool
-            Add the tokenizer's special tokens before texts.
-        on_text : callable, optional
+        add_special_tokens, on_text
             See `LLM.generate`.
 
         Raises
@@ -243,45 +244,33 @@ class Engine:
         UserError
             A prompt is empty or too long, or a parameter does not go with the model.
         """
-        _ = self._prompts.tokenizer  # a damaged tokenizer must raise before the work
-        requests = [Request(key, self._prompts.encode(prompt, key, special=special),
-                            seed=prompt_params.seed, params=prompt_params)
-                    for key, (prompt, prompt_params) in enumerate(
-                        zip(prompts, params, strict=True))]
-        self._prompts.check_lengths(
-            requests, {request.key: request.params.max_new_tokens for request in requests})
+        check_bool("add_special_tokens", add_special_tokens)
         if cut_gen_len is not None:
             check_int("cut_gen_len", cut_gen_len, ge=1)
+        _ = self.inputs.tokenizer  # a damaged tokenizer must raise before the work
+        requests = [
+            Request(key, self.inputs.encode(prompt, key, add_special_tokens=add_special_tokens),
+                    seed=prompt_params.seed, params=prompt_params)
+            for key, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True))]
+        lengths = {request.key: request.params.max_new_tokens for request in requests}
+        self.inputs.check_lengths(requests, lengths)
         # The prefill samples the first token: one fewer is appended.
-        lengths = [prompt_params.max_new_tokens for prompt_params in params]
-        new = {key: min(length, cut_gen_len or length) - 1 for key, length in enumerate(lengths)}
-        sampler = self._prompts.generation(
+        new = {key: min(length, cut_gen_len or length) - 1 for key, length in lengths.items()}
+        sampler = self.outputs.sampler(
             dict(enumerate(params)), steps=cut_gen_len,
-            on_token=None if on_text is None else self._prompts.text_callback(on_text))
-        run = self._begin(requests, new, sampler,
-                          gen_len=max(lengths, default=1))
+            on_token=None if on_text is None else self.outputs.text_callback(on_text))
+        run = self._begin(requests, new, sampler, gen_len=max(lengths.values(), default=1))
         self._control.send(Generate([request.prompt for request in requests], list(params),
                                    cut_gen_len), run)
         return run
 
-    def score(self, pairs: Sequence[tuple], *, as_one_prompt: bool,
-              on_logits: OnLogits | None = None) -> list[Scored]:
-        """Score continuations.
+    def score(self, pairs: Sequence[tuple], on_logits: OnLogits | None = None) -> list[Scored]:
+        """Score continuations of contexts: see `LLM.score`.
 
-        Parameters
-        ----------
-        pairs : sequence of (context, continuation)
-        as_one_prompt : bool
-            Compute context and continuation as one prompt. False: feed the continuation token by
-            token.
-        on_logits : callable, optional
-            See `LLM.score`.
-
-        Raises
-        ------
-        UserError
-            A pair is not a pair of texts or token ids, or is too long.
+        If predictions depend on the state of the cache, the continuation is fed token by token.
         """
+        cache = self._cache
+        as_one_prompt = cache.is_unquantized_full and cache.attn_sparsity == 1 and not cache.recalls
         requests, scorer, new = self._scoring(pairs, as_one_prompt, on_logits)
         self.run_all(self._begin(requests, {key: count - 1 for key, count in new.items()}, scorer,
                                  gen_len=max(new.values(), default=1)))
@@ -293,19 +282,20 @@ class Engine:
         self.check_open()
         if requests:
             self.free_workspaces()
-            self.stats = self.runner.probe(requests, attend, scorer)
+            self.runner.set_rope_lengths(requests, 0)
+            self.stats = self.runner.run_prompts(requests, ProbedCache(attend), scorer)
         return scorer.scored()
 
     def _scoring(self, pairs: Sequence[tuple], as_one_prompt: bool, on_logits: OnLogits | None
                  ) -> tuple[list[Request], DecodeScorer | PrefillScorer, dict[int, int]]:
         """Return requests for pairs, their scorer, and the tokens to generate by request key."""
-        requests, continuations = self._prompts.encode_pairs(pairs)
+        requests, continuations = self.inputs.encode_pairs(pairs)
         scorer: DecodeScorer | PrefillScorer = DecodeScorer(continuations, on_logits)
         new = {key: len(continuation) for key, continuation in continuations.items()}
         if as_one_prompt:
             scorer, new = PrefillScorer(continuations, on_logits), dict.fromkeys(new, 1)
             requests = scorer.joined(requests)
-        self._prompts.check_lengths(requests, new)
+        self.inputs.check_lengths(requests, new)
         return requests, scorer, new
 
     def _begin(self, requests: list[Request], new_tokens: Mapping[int, int],
@@ -424,7 +414,7 @@ class Engine:
 
         def check() -> None:
             if spare is None:
-                self._memory.check_fits(policy, self._cache, workload,
+                self.memory.check_fits(policy, self._cache, workload,
                                         loaded_bytes=run.runner.loaded_bytes)
 
         self._control.check_all_fit(check)  # other ranks may need a new one

@@ -1,140 +1,178 @@
-"""Model loading up to the weights: find the model, check the arguments, place this rank."""
+"""Load the weights of a model to their tiers, and measure its key smoothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
-from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.h2o import add_windows
-from flexgen_h2o.config.limits import DRAFT_CHUNK
-from flexgen_h2o.config.policy import Policy, Workload
-from flexgen_h2o.distributed.control_messages import ControlChannel
+import torch
+
+from flexgen_h2o.cache.alternatives import KeySampler
+from flexgen_h2o.config.layers import ExpertChoices
+from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.distributed.pipeline import RankContext
-from flexgen_h2o.engine.calibration import calibrate
-from flexgen_h2o.engine.invariance import check_batch_invariant
-from flexgen_h2o.engine.progress import byte_bar
-from flexgen_h2o.engine.runner import EngineArgs
-from flexgen_h2o.engine.source import ModelSource, find_model
-from flexgen_h2o.engine.tokenizer import Prompts
-from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.model_config import ModelConfig
-from flexgen_h2o.models.positions import (
-    check_cache,
-    check_experts,
-    check_halves,
-    check_speculation,
-    longest_prompt,
-)
-from flexgen_h2o.storage.tiers import Device, open_device
+from flexgen_h2o.engine.args import EngineArgs
+from flexgen_h2o.engine.blocks import Request
+from flexgen_h2o.engine.expert_counts import load_counts, save_counts
+from flexgen_h2o.engine.expert_slots import ExpertSlots
+from flexgen_h2o.engine.progress import ByteProgress, byte_bar
+from flexgen_h2o.engine.runner import Runner
+from flexgen_h2o.engine.scoring import DecodeScorer
+from flexgen_h2o.engine.source import ModelSource
+from flexgen_h2o.engine.weight_files import WeightFiles
+from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.engine.workspace import rotation_of
+from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
+from flexgen_h2o.kernels.torch_ops import limit_shape_caches
+from flexgen_h2o.metrics.provenance import sampled_memory
+from flexgen_h2o.metrics.trace import LinkStats, Trace
+from flexgen_h2o.models.positions import context
+from flexgen_h2o.storage.disk import RunFolder
+from flexgen_h2o.storage.free_memory import resident_bytes
+from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.transfer import Transfers
+
+SAMPLED_TOKENS = 512
+"""Number of random tokens whose keys are measured for key smoothing."""
+
+SAMPLED_POSITIONS = 4096
+"""Range of the positions of these tokens, unless the model has fewer positions."""
 
 
-@dataclass(frozen=True, eq=False)
-class PreparedModel:
-    """A model that fits its arguments; its weights have not been read.
+def load_runner(source: ModelSource, device: Device, args: EngineArgs, resources: ExitStack, *,
+                rank: RankContext | None = None, draft: Runner | None = None) -> Runner:
+    """Load the weights of a model to their tiers, and return a runner of its blocks.
 
-    Attributes
+    Parameters
     ----------
     source : ModelSource
     device : Device
-    prompts : Prompts
-    cache : CacheOptions
-        Cache options of all layers of the model.
     args : EngineArgs
-        The user's arguments. In a pipeline, the cache options are those of this rank's layers.
-    rank : RankContext or None
-        This rank's part of a pipeline.
-    draft : PreparedModel or None
-        The policy's draft model.
-    workload : Workload or None
-        The expected workload, to be checked against free memory.
+        `args.cache` has the options of this rank's layers.
+    resources : ExitStack
+        Gets the objects that must be closed.
+    rank, draft : RankContext, Runner, optional
+        See `Runner`.
     """
+    limit_shape_caches()
+    if source.config.experts is not None:  # all batches are routed before any expert is needed
+        args = replace(args, policy=replace(args.policy, sep_layer=True))
+    stage = Stage.all_layers(source.config.num_layers) if rank is None else rank.stage
+    transfers = Transfers(device, links=LinkStats(), trace=args.trace or Trace(enabled=False))
+    resources.callback(transfers.close)
+    with sampled_memory(transfers.trace, device.used_bytes):
+        choices = args.policy.expert_choices
+        choices = choices and choices.slice_layers(stage.first, stage.last)
+        weights = _load_weights(source, args, stage, transfers, choices, resources, rank)
+        experts = _load_experts(source, args, weights, transfers, choices, resources,
+                                keeps_counts=rank is None)
+        runner = Runner(source, args, transfers, weights, experts, rank=rank, draft=draft)
+        runner.smoothing = key_smoothing(runner)
+    runner.loaded_bytes = resident_bytes()
+    return runner
 
-    source: ModelSource
-    device: Device
-    prompts: Prompts
-    cache: CacheOptions
-    args: EngineArgs
-    rank: RankContext | None
-    workload: Workload | None
-    draft: PreparedModel | None = None
+
+def _load_weights(source: ModelSource, args: EngineArgs, stage: Stage, transfers: Transfers,
+                  choices: ExpertChoices | None, resources: ExitStack, rank: RankContext | None
+                  ) -> WeightStore:
+    """Load the weights of a stage, without experts that need slots."""
+    policy, placement, experts = args.policy, args.policy.weights, args.policy.experts
+    separate = transfers.device.separate
+
+    def with_heartbeat(update: ByteProgress) -> ByteProgress:
+        if rank is None:
+            return update
+
+        def progress(done: int, total: int) -> None:
+            rank.pipeline.monitor.advance()
+            update(done, total)
+
+        return progress
+
+    with byte_bar("converting" if source.bits == 16 else "quantizing", progress=args.progress
+                  ) as update:
+        checkpoint, names = source.open(
+            on_disk=placement.disk > 0 or experts is not None and experts.disk > 0,
+            progress=with_heartbeat(update))
+    resources.callback(checkpoint.close)
+    tensors = source.weights.slice_layers(stage.first, stage.last)
+    sharded = placement.disk > 0 and policy.shards_weights(
+        has_gpu=separate, mixture=source.config.experts is not None)
+    weights = WeightStore(
+        tensors.split_halves() if policy.sep_layer else tensors,
+        WeightFiles(checkpoint, names, source.weight_format, transfers, verify=args.verify),
+        transfers, placement=placement, experts=experts, choices=choices, pin=policy.pin_weight,
+        shard_prefetch=policy.overlap if sharded else None)
+
+    def run_folder() -> RunFolder:
+        folder = RunFolder(args.offload_dir)
+        resources.callback(folder.close)
+        return folder
+
+    with byte_bar("loading", progress=args.progress) as update:
+        weights.load(run_folder, with_heartbeat(update), offload_file=source.offload_file)
+    return weights
 
 
-def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
-    """Find a model, open its device, and check it against the arguments of an `LLM`.
+def _load_experts(source: ModelSource, args: EngineArgs, weights: WeightStore,
+                  transfers: Transfers, choices: ExpertChoices | None, resources: ExitStack, *,
+                  keeps_counts: bool) -> ExpertSlots | None:
+    """Fill the slots of a mixture's experts; None for a dense model.
 
-    Raises
-    ------
-    UserError
-        There is no such model, or it contradicts the arguments or the models of other ranks.
+    The experts are those of `choices`, or those that earlier runs chose most often. With
+    `keeps_counts`, the choices of this run are saved for later ones.
     """
-    policy, h2o = args.policy, args.cache.h2o
-    device = open_device(control.device_name(args.device))
-    device.limit(args.device_memory_limit)
-    with byte_bar("converting", off=args.no_bars) as bar:
-        source = find_model(args.model, path=args.path, dtype=args.dtype, bits=args.weight_bits,
-                            activation_bits=args.activation_bits, device=device, progress=bar,
-                            generation_config=args.generation_config)
-    check_cache(source.config, args.cache)
-    check_halves(source.config, policy)
-    check_experts(source.config, policy)
-    check_speculation(source.config, policy)
-    if args.batch_invariant:
-        check_batch_invariant(source.config, policy, args.cache, device.torch)
-    cache = replace(args.cache, h2o=add_windows(h2o, source.config.attention))
-    args = replace(args, cache=cache)
-    prompts = Prompts(source, args.model, h2o)
-    if args.calibration is not None:
-        calibrate(source, prompts, device, args)
-    workload = _expected_workload(prompts, args, longest_prompt(source.config, h2o))
-    rank = control.rank_context(
-        policy, device, layer_costs=_layer_costs(source.config), bounds=args.bounds,
-        workload=workload,
-        fingerprint=f"{source.config}, {source.dtype}, {args.weight_bits} bits, "
-        f"{args.activation_bits} of activations, batch invariance {args.batch_invariant}, "
-        f"calibration {source.calibration or None}, {cache}, {policy}")
-    if rank is not None:
-        workload = rank.workload
-        args = replace(args, cache=replace(cache, h2o=rank.stage.h2o(cache.h2o)))
-    draft = None if policy.draft_model is None else _prepare_draft(args, prompts, control)
-    return PreparedModel(source, device, prompts, cache, args, rank, workload, draft)
+    policy, config, experts = args.policy, source.config, source.config.experts
+    if experts is None:
+        return None
+    slots = ExpertSlots(
+        weights, transfers, experts, requested=policy.expert_slots,
+        tokens=policy.gpu_batch_size * policy.num_gpu_batches, overlap=policy.overlap,
+        host_computes=policy.cpu_expert_compute)
+    if not slots.num_slots:
+        return slots
+    file = source.expert_counts_file if keeps_counts else None
+    if file is not None:
+        layers = [experts.count * config.has_experts(layer) for layer in range(config.num_layers)]
+        choices = choices or load_counts(file, layers, experts.per_token)
+        resources.callback(_save_counts, file, slots)
+    slots.fill(choices)
+    return slots
 
 
-def _prepare_draft(args: EngineArgs, prompts: Prompts, control: ControlChannel) -> PreparedModel:
-    """Return the draft model of an `LLM`, to be resident in memory.
+def _save_counts(file: Path, slots: ExpertSlots) -> None:
+    if slots.history is not None:
+        save_counts(file, slots.history)
 
-    Raises
-    ------
-    UserError
-        Its vocabulary differs from the vocabulary of `prompts`, or its cache would evict tokens,
-        so that rejected drafts could not be undone.
+
+def key_smoothing(runner: Runner) -> tuple[LayerSmoothing, ...]:
+    """Return the key smoothing of each layer: measured, or from the weight cache.
+
+    Empty if keys are not quantized, or if values are part of the keys, which smoothing changes.
     """
-    name = str(args.policy.draft_model)
-    draft = prepare_model(EngineArgs(
-        model=name, policy=Policy(prefill_chunk=DRAFT_CHUNK), device=args.device, dtype=args.dtype,
-        weight_cache=args.weight_cache, offload_dir=args.offload_dir, progress=args.progress),
-        control)
-    if draft.args.cache.evicts:
-        raise UserError(f"draft_model {name} has sliding windows, whose caches cannot take back "
-                        "drafts: choose another one")
-    if draft.source.config.recurrent is not None:
-        raise UserError(f"draft_model {name} has recurrent layers, whose states cannot take back "
-                        "drafts: choose another one")
-    prompts.check_same_tokens(draft.prompts)
-    return draft
+    source, config, cache = runner.source, runner.cached_config, runner.args.cache
+    if not cache.quantizes_keys or config.latent is not None:
+        return ()
+    if source.dummy:  # keys of random weights have no outliers
+        constants = KeySmoothing.rotation(config.num_kv_heads, config.head_dim, runner.device)
+        return (LayerSmoothing(constants, constants),) * config.num_layers
+    if runner.rank is not None:  # measuring takes all ranks, even those with a stored result
+        return _measure_keys(runner)
+    stored = source.cached_constants(
+        lambda: torch.stack([layer.stacked() for layer in _measure_keys(runner)]).cpu().numpy(),
+        "keys1")
+    return tuple(LayerSmoothing.unstacked(layer)
+                 for layer in torch.from_numpy(stored).to(runner.device))
 
 
-def _layer_costs(model: ModelConfig) -> list[float]:
-    """Return the active parameters of each decoder layer; the last one includes the head."""
-    costs = [float(model.layer_parameters(layer)) for layer in range(model.num_layers)]
-    costs[-1] += model.vocab_size * model.embed_dim
-    return costs
-
-
-def _expected_workload(prompts: Prompts, args: EngineArgs, longest: int | None) -> Workload | None:
-    """Return the workload of the arguments, once their texts are checked."""
-    workload = args.workload
-    prompts.check_longest(args.texts, 1 if workload is None else workload.gen_len)
-    if workload is None or not args.texts:
-        return workload
-    # The length of texts is an estimate. It may exceed the model's positions.
-    return workload.cut(longest)
+def _measure_keys(runner: Runner) -> tuple[LayerSmoothing, ...]:
+    """Return the key smoothing of each layer, measured on a prompt of random tokens."""
+    config = runner.cached_config
+    longest = min(context(runner.config, None), SAMPLED_POSITIONS)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(runner.config.vocab_size, (min(SAMPLED_TOKENS, longest),),
+                           generator=generator).tolist()
+    sampler = KeySampler(config.attention_variant, rotation_of(config), longest)
+    runner.run_prompts([Request(0, tokens)], sampler, DecodeScorer({0: tokens[:1]}))
+    return tuple(sampler.layers[layer] for layer in range(config.num_layers))

@@ -1,25 +1,29 @@
-"""Progress bars: bytes while loading, layers and steps while generating."""
+"""Progress bars: bytes while loading, layers and decode steps while generating."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from flexgen_h2o.engine.batch import Batch
-from flexgen_h2o.engine.schedule import LayerStep
+from flexgen_h2o.engine.blocks import GPUBatch
+from flexgen_h2o.engine.schedule import Action
 from flexgen_h2o.files.terminal import ProgressBar
+
+ByteProgress = Callable[[int, int], None]
+"""Called with the bytes done and all bytes."""
 
 
 @contextmanager
-def byte_bar(description: str, *, off: bool | None) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar. Yields a callback (bytes done, all bytes). off=None: only on a terminal."""
-    with ProgressBar(desc=description, unit="B", unit_scale=True, disable=off) as bar:
+def byte_bar(description: str, *, progress: bool | None) -> Iterator[ByteProgress]:
+    """Show a bar of bytes. Yields its update. progress=None: show it on a terminal only."""
+    with ProgressBar(desc=description, unit="B", unit_scale=True, disable=_disable(progress)
+                     ) as bar:
 
-        def show(done: int, total: int) -> None:
+        def update(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        yield show
+        yield update
 
 
 class RunBars:
@@ -27,32 +31,38 @@ class RunBars:
 
     Parameters
     ----------
-    layer_steps : range
-        Layer steps of a forward pass on this rank.
-    off : bool or None
-        None: only on a terminal.
+    units : range
+        Units of a forward pass on this rank.
+    progress : bool or None
+        Show the bars. None: on a terminal only.
     """
 
-    def __init__(self, layer_steps: range, *, off: bool | None):
-        self._layer_steps = layer_steps
-        self._prefill = ProgressBar(total=0, desc="prefill", unit="layer", disable=off)
-        self._decode = ProgressBar(total=0, desc="decode", unit="step", disable=off)
+    def __init__(self, units: range, *, progress: bool | None):
+        self._units = units
+        disable = _disable(progress)
+        self._prefill = ProgressBar(total=0, desc="prefill", unit="layer", disable=disable)
+        self._decode = ProgressBar(total=0, desc="decode", unit="step", disable=disable)
 
-    def begin(self, block: Sequence[Batch]) -> None:
+    def begin(self, block: Sequence[GPUBatch]) -> None:
         """Add a block to the totals."""
-        batch_layout = block[0].batch_layout
-        passes = sum(batch_layout.prefill_passes for batch in block if batch.fresh)
-        self._prefill.total = self._prefill.n + len(self._layer_steps) * passes
-        self._decode.total = self._decode.n + batch_layout.new
+        layout = block[0].layout
+        passes = sum(layout.prefill_passes for batch in block if batch.fresh)
+        self._prefill.total = self._prefill.n + len(self._units) * passes
+        self._decode.total = self._decode.n + layout.new
 
-    def show(self, block: Sequence[Batch], step: LayerStep) -> None:
-        """Count a finished compute step of a block."""
-        if block[0].batch_layout.in_prefill(step.forward_pass):
+    def show(self, block: Sequence[GPUBatch], action: Action) -> None:
+        """Count a finished compute of a block."""
+        if block[0].layout.in_prefill(action.forward_pass):
             self._prefill.update()
-        elif step.layer == self._layer_steps[-1] and step.batch == 0:
+        elif action.unit == self._units[-1] and action.batch == 0:
             self._decode.update()
 
     def close(self) -> None:
         """Close the bars; their last state stays visible."""
         self._prefill.close()
         self._decode.close()
+
+
+def _disable(progress: bool | None) -> bool | None:
+    """Return tqdm's `disable`, for which None means: without a terminal."""
+    return None if progress is None else not progress

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.engine.batch import Batch, Request
+from flexgen_h2o.engine.blocks import GPUBatch, Request
 from flexgen_h2o.engine.structured_outputs import TokenMasks
 from flexgen_h2o.errors import NonFiniteLogits, UserError
 from flexgen_h2o.kernels.torch_ops import argmax, to_host
@@ -180,16 +180,9 @@ def _processed(processors: Sequence[Callable], logits: torch.Tensor,
 
 def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,
              requests: Sequence[Request]) -> list[int]:
-    """Return the tokens if their values are finite.
+    """Return the tokens if their values are finite: their logits, or sums of probabilities.
 
-    Parameters
-    ----------
-    tokens : list of int
-    values : list of float
-        The logit of each token, or the sum of a row's probabilities.
-    logits : Tensor [rows, vocab]
-        Raw logits of the model, for the error message.
-    requests : sequence of Request
+    `logits` [rows, vocab] are the model's, for the error message.
     """
     for row, (request, value) in enumerate(zip(requests, values, strict=False)):
         if not math.isfinite(value) and not request.finish_reason:
@@ -207,8 +200,6 @@ def not_finite(key: int, value: float) -> NonFiniteLogits:
     return NonFiniteLogits(f"the model's logits of prompt {key} are not finite ({value}): its "
                            "weights are damaged, or too large for this dtype (try another "
                            "--dtype)", key)
-
-
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,21 +239,24 @@ class LogitsConsumer(ABC):
     the requests, on every rank of a pipeline.
     """
 
-    def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
+    def __call__(self, batch: GPUBatch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
         """Reduce and apply logits [rows, vocab] of the rows from index `row` on."""
         self.apply(batch, forward_pass, row, self.reduce(batch, forward_pass, row, logits))
-
-    @abstractmethod
-    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
-        """Return the rows of a forward pass that need logits: int64 [rows], on the host."""
 
     @property
     @abstractmethod
     def width(self) -> int:
-        """Values of a row."""
+        """Number of values of a row."""
+
+    def rows(self, batch: GPUBatch, forward_pass: int) -> torch.Tensor:
+        """Return the rows of a forward pass that need logits: int64 [rows], on the host.
+
+        By default they are the rows of the sequences' newest tokens.
+        """
+        return newest_rows(batch, forward_pass)
 
     @abstractmethod
-    def reduce(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+    def reduce(self, batch: GPUBatch, forward_pass: int, row: int, logits: torch.Tensor
              ) -> torch.Tensor:
         """Reduce logits [rows, vocab] to values: float64 [rows, width], on the host.
 
@@ -270,7 +264,7 @@ class LogitsConsumer(ABC):
         """
 
     @abstractmethod
-    def apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
+    def apply(self, batch: GPUBatch, forward_pass: int, row: int, values: torch.Tensor) -> None:
         """Append the values of the rows from index `row` on to their requests."""
 
     @abstractmethod
@@ -314,18 +308,13 @@ class GenerationSampler(LogitsConsumer):
         if not self._rules:
             self._top = None
 
-    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
-        """Return the row of each sequence's newest token, once its prompt has ended."""
-        return newest_rows(batch, forward_pass)
-
     @property
     def width(self) -> int:
-        """Values of a row."""
         return 1 if self._top is None else 2 + 2 * self._top
 
-    def reduce(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+    def reduce(self, batch: GPUBatch, forward_pass: int, row: int, logits: torch.Tensor
              ) -> torch.Tensor:
-        """Choose the next tokens: see `LogitsConsumer.reduce`."""
+        """Choose the next tokens."""
         requests = batch.sampled(forward_pass)[row : row + len(logits)]
         by_sampler: dict[Sampler, list[int]] = {}
         for index, request in enumerate(requests):
@@ -343,8 +332,8 @@ class GenerationSampler(LogitsConsumer):
             self._write_log_probs(group_logits, group, chosen, values, rows)
         return values
 
-    def apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
-        """Append the tokens: see `LogitsConsumer.apply`."""
+    def apply(self, batch: GPUBatch, forward_pass: int, row: int, values: torch.Tensor) -> None:
+        """Append the tokens."""
         requests = batch.sampled(forward_pass)[row : row + len(values)]
         for request, (first, *log_probs) in zip(requests, values.tolist(), strict=True):
             if request.finish_reason:
@@ -367,17 +356,10 @@ class GenerationSampler(LogitsConsumer):
 
     def _write_log_probs(self, logits: torch.Tensor, requests: Sequence[Request],
                          chosen: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write log-probabilities of chosen and likeliest tokens, if requests ask for them.
+        """Write log-probabilities to `rows` of `values`, for requests whose rules have `top`.
 
-        Parameters
-        ----------
-        logits : Tensor [requests, vocab]
-        requests : sequence of Request
-        chosen : Tensor int64 [requests]
-        values : Tensor float64 [all requests, width]
-            Written to.
-        rows : Tensor int64 [requests]
-            The rows of `values` that belong to the requests.
+        logits are [requests, vocab], chosen tokens and rows int64 [requests], values float64 [all
+        requests, width].
         """
         if self._top is None:
             return
@@ -408,14 +390,14 @@ def _log_prob(token: int, values: Sequence[float], top: int) -> TokenLogProb:
     return TokenLogProb(token, log_prob, tuple(pairs[:top]))
 
 
-def newest_rows(batch: Batch, forward_pass: int) -> torch.Tensor:
+def newest_rows(batch: GPUBatch, forward_pass: int) -> torch.Tensor:
     """Return the row of the newest token of each of `batch.sampled`: int64 [rows].
 
     It is empty in a prefill pass before the last.
     """
-    if batch.batch_layout.token(forward_pass) < 0:
+    if batch.layout.token(forward_pass) < 0:
         return torch.empty(0, dtype=torch.int64)
-    if not batch.batch_layout.in_prefill(forward_pass):
+    if not batch.layout.in_prefill(forward_pass):
         return torch.arange(len(batch))
     newest, row = {}, -1
     for span in batch.spans(forward_pass):

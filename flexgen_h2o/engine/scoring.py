@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from flexgen_h2o.engine.batch import Batch, Request
-from flexgen_h2o.engine.sampling import LogitsConsumer, newest_rows, not_finite
+from flexgen_h2o.engine.blocks import GPUBatch, Request
+from flexgen_h2o.engine.sampling import LogitsConsumer, not_finite
 from flexgen_h2o.outputs import Scored
 
 OnLogits = Callable[[list[tuple[int, int]], torch.Tensor], None]
@@ -28,42 +28,37 @@ class _ContinuationScorer(LogitsConsumer):
 
     Attributes
     ----------
-    log_probs : dict of int to list of float
-        Log-probabilities of the tokens so far, by request key.
-    likeliest : dict of int to list of bool
-        Whether each of these tokens has the highest probability.
+    scores : dict of int to Scored
+        Scores of the tokens so far, by request key.
     """
 
     def __init__(self, continuations: Mapping[int, Sequence[int]],
                  on_logits: OnLogits | None = None):
         self._continuations = continuations
         self._on_logits = on_logits
-        self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
-        self.likeliest: dict[int, list[bool]] = {key: [] for key in continuations}
+        self.scores = {key: Scored([], []) for key in continuations}
 
     @property
     def width(self) -> int:
-        """Values of a row: the log-probability of its token, and 1 if it is the likeliest."""
+        """2: the log-probability of a row's token, and 1 if it is the likeliest."""
         return 2
 
     def scored(self) -> list[Scored]:
         """Return the scores of the continuations, by ascending keys."""
-        return [Scored(self.log_probs[key], self.likeliest[key])
-                for key in sorted(self.log_probs)]
+        return [self.scores[key] for key in sorted(self.scores)]
 
     def restart(self, request: Request) -> None:
-        """Discard the scores of a request that is restarted."""
-        self.log_probs[request.key] = []
-        self.likeliest[request.key] = []
+        """Discard the scores of a request."""
+        self.scores[request.key] = Scored([], [])
 
     @abstractmethod
-    def _targets(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
+    def _targets(self, batch: GPUBatch, forward_pass: int) -> list[tuple[int, int]]:
         """Return (request key, index of the predicted token) of each row with logits.
 
         The index of a finished sequence is past the end.
         """
 
-    def reduce(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+    def reduce(self, batch: GPUBatch, forward_pass: int, row: int, logits: torch.Tensor
              ) -> torch.Tensor:
         """Score the predicted tokens: see `LogitsConsumer.reduce`."""
         targets = self._targets(batch, forward_pass)[row : row + len(logits)]
@@ -87,8 +82,8 @@ class _ContinuationScorer(LogitsConsumer):
         """
         if math.isnan(log_prob):
             raise not_finite(key, log_prob)
-        self.log_probs[key].append(log_prob)
-        self.likeliest[key].append(bool(likeliest))
+        self.scores[key].log_probs.append(log_prob)
+        self.scores[key].likeliest.append(bool(likeliest))
 
 
 class PrefillScorer(_ContinuationScorer):
@@ -103,18 +98,18 @@ class PrefillScorer(_ContinuationScorer):
         return [Request(context.key, context.prompt + [*self._continuations[context.key][:-1]])
                 for context in contexts]
 
-    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
+    def rows(self, batch: GPUBatch, forward_pass: int) -> torch.Tensor:
         """Return the rows of a forward pass that predict a continuation: int64 [rows]."""
         return torch.tensor([row for row, _, _ in self._predictions(batch, forward_pass)],
                             dtype=torch.int64)
 
-    def _targets(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
+    def _targets(self, batch: GPUBatch, forward_pass: int) -> list[tuple[int, int]]:
         return [(key, index) for _, key, index in self._predictions(batch, forward_pass)]
 
-    def _predictions(self, batch: Batch, forward_pass: int) -> list[tuple[int, int, int]]:
+    def _predictions(self, batch: GPUBatch, forward_pass: int) -> list[tuple[int, int, int]]:
         """Return (row, request key, index of the predicted token) of the rows that predict."""
         predictions, row = [], 0
-        for span in batch.batch_layout.spans(forward_pass):
+        for span in batch.layout.spans(forward_pass):
             request = batch.requests[span.sequence]
             begin = len(request.prompt) - len(self._continuations[request.key])
             predictions += [(row + position - span.start, request.key, position - begin)
@@ -122,12 +117,12 @@ class PrefillScorer(_ContinuationScorer):
             row += len(span)
         return predictions
 
-    def apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
+    def apply(self, batch: GPUBatch, forward_pass: int, row: int, values: torch.Tensor) -> None:
         """Append the scores: see `LogitsConsumer.apply`."""
         predictions = self._predictions(batch, forward_pass)[row : row + len(values)]
         for (_, key, _), score in zip(predictions, values.tolist(), strict=True):
             self._append(key, *score)
-        if batch.batch_layout.token(forward_pass) == 0:
+        if batch.layout.token(forward_pass) == 0:
             for request in batch.requests:
                 request.finish_reason = "length"
 
@@ -138,14 +133,10 @@ class DecodeScorer(_ContinuationScorer):
     Only the context is a prompt: predictions of an evicting cache depend on how tokens came.
     """
 
-    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
-        """Return the row of each sequence's newest token, once its prompt has ended."""
-        return newest_rows(batch, forward_pass)
-
-    def _targets(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
+    def _targets(self, batch: GPUBatch, forward_pass: int) -> list[tuple[int, int]]:
         return [(request.key, len(request.generated)) for request in batch.sampled(forward_pass)]
 
-    def apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
+    def apply(self, batch: GPUBatch, forward_pass: int, row: int, values: torch.Tensor) -> None:
         """Append the tokens and their scores: see `LogitsConsumer.apply`."""
         requests = batch.sampled(forward_pass)[row : row + len(values)]
         for request, score in zip(requests, values.tolist(), strict=True):

@@ -26,6 +26,7 @@ from flexgen_h2o.config.weight_layout import (
     MatrixLayout,
     WeightOptions,
 )
+from flexgen_h2o.engine.progress import ByteProgress, byte_bar
 from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.disk_cache import CacheFolder, build_once, cache_dir, find_copy, model_title
@@ -57,7 +58,6 @@ from flexgen_h2o.storage.tiers import Device
 
 _log = logging.getLogger(__name__)
 
-ByteProgress = Callable[[int, int], None]
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _COMPARED = 1 << 20  # elements of two tensors at a time
 SMALL_SHARE = 0.01
@@ -94,6 +94,11 @@ class ModelSource:
         The options that keep the quantized values of `gguf`.
     on_gpu : bool
         Whether a GPU computes.
+    weight_cache : str, path or None
+        Folder for quantized weights. "auto": a folder in the user's cache. None: quantize in each
+        run.
+    seed : int
+        Seed of random weights.
     calibration : str
         Hash of the calibration text; empty without calibration.
     measure : callable, optional
@@ -112,6 +117,8 @@ class ModelSource:
     quantization: Quantization | None = None
     codes: WeightOptions = WeightOptions()
     on_gpu: bool = False
+    weight_cache: str | os.PathLike | None = AUTO
+    seed: int = 0
     calibration: str = ""
     measure: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
@@ -124,30 +131,36 @@ class ModelSource:
         float32 = frozenset(name for name, spec in self.weights.by_name().items() if spec.float32)
         return WeightFormat(self.dtype, options, frozenset(self.config.never_quantized), float32)
 
-    def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
-        """Return True if the disk tier writes the weights: no file has them in `weight_format`."""
-        if self.bits == 16:
-            return self.dummy
-        return weight_cache is None
+    @property
+    def writes_weights(self) -> bool:
+        """True if the disk tier writes the weights: no file has them in `weight_format`."""
+        return self.dummy if self.bits == 16 else self.weight_cache is None
 
-    def offload_file(self, seed: int, weight_cache: str | os.PathLike | None
-                     ) -> PersistentOffloadFile | None:
-        """Return the file that keeps random weights for later runs, or None.
+    @property
+    def offload_file(self) -> PersistentOffloadFile | None:
+        """The file that keeps random weights for later runs.
 
-        It is None for weights of a checkpoint, for 16-bit weights, and without a weight cache.
+        None for weights of a checkpoint, for 16-bit weights, and without a weight cache.
         """
-        if not self.dummy or self.bits == 16 or weight_cache is None:
+        if not self.dummy or self.bits == 16 or self.weight_cache is None:
             return None
         weight_format = self.weight_format
         sizes = {name: weight_format.nbytes(spec) for name, spec in self.weights.by_name().items()}
         shapes = [spec.shape for spec in self.weights.by_name().values()]
         title = f"{self.config.name.replace('/', '--')}-dummy-{self.bits}bit"
-        key = [seed, str(self.dtype), self.bits, weight_format.options.group, shapes]
+        key = [self.seed, str(self.dtype), self.bits, weight_format.options.group, shapes]
         key += [sorted(weight_format.options.mxfp4)] if weight_format.options.mxfp4 else []
-        return PersistentOffloadFile(_weight_cache(weight_cache), title, key, sizes)
+        return PersistentOffloadFile(self._cache_folder, title, key, sizes)
 
-    def open(self, *, on_disk: bool, seed: int, weight_cache: str | os.PathLike | None,
-             progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:
+    @property
+    def _cache_folder(self) -> CacheFolder:
+        """The folder of the weight cache, which is not None."""
+        root = (cache_dir() / "weights" if self.weight_cache in (AUTO, None)
+                else Path(os.path.expanduser(self.weight_cache)))
+        return CacheFolder(root, "choose another --weight-cache, or --no-weight-cache")
+
+    def open(self, *, on_disk: bool, progress: ByteProgress
+             ) -> tuple[Checkpoint, dict[str, str]]:
         """Open the checkpoint in `weight_format`. Return it with its name for each canonical name.
 
         Weights on disk are read from the checkpoint's bytes at every step. If the dtype of more
@@ -159,11 +172,6 @@ class ModelSource:
         ----------
         on_disk : bool
             Some weights are placed on disk.
-        seed : int
-            Seed of random weights.
-        weight_cache : str, path or None
-            Folder for quantized weights. "auto": a folder in the user's cache. None: quantize now.
-            Random weights are generated when they are read: see `offload_file`.
         progress : callable
             Called with (bytes done, all bytes) while a copy is made.
 
@@ -175,14 +183,15 @@ class ModelSource:
         specs = self.weights.by_name()
         if self.dummy:
             shapes = {name: tuple(spec.shape) for name, spec in specs.items()}
-            checkpoint: Any = DummyCheckpoint(shapes, self.dtype, seed)
+            checkpoint: Any = DummyCheckpoint(shapes, self.dtype, self.seed)
             names = {name: name for name in specs}
         else:
             checkpoint, names = self._resolve(specs, self.folder)
         if self.bits != 16:
             checkpoint = QuantizingCheckpoint(checkpoint, names, self.weight_format)
-            if weight_cache is not None and (on_disk or self.bits != AUTO) and not self.dummy:
-                checkpoint = cached(checkpoint, self._files, cache=_weight_cache(weight_cache),
+            # Random weights are generated when they are read: see `offload_file`.
+            if self.weight_cache is not None and (on_disk or self.bits != AUTO) and not self.dummy:
+                checkpoint = cached(checkpoint, self._files, cache=self._cache_folder,
                                     title=self._title, calibration=self.calibration,
                                     measure=self.measure, progress=progress)
             elif self.measure is not None:
@@ -201,11 +210,12 @@ class ModelSource:
             checkpoint, names = self._resolve(specs, folder)
         return checkpoint, names
 
-    def is_cached(self, weight_cache: str | os.PathLike | None) -> bool:
-        """Return True if the weight cache has the quantized weights."""
-        return weight_cache is not None and find_copy(
+    @property
+    def is_cached(self) -> bool:
+        """True if the weight cache has the quantized weights."""
+        return self.weight_cache is not None and find_copy(
             self._files, tag(self.weight_format, self.calibration),
-            _weight_cache(weight_cache)) is not None
+            self._cache_folder) is not None
 
     @property
     def _files(self) -> list[Path]:
@@ -217,24 +227,16 @@ class ModelSource:
         """The beginning of folder names in the weight cache."""
         return model_title(self.folder) if self.gguf is None else self.gguf.source.stem
 
-    def cached_constants(self, measure: Callable[[], np.ndarray], description: str,
-                         weight_cache: str | os.PathLike | None) -> np.ndarray:
-        """Return constants that are measured by running the model, from the weight cache if it has
-        them.
+    def cached_constants(self, measure: Callable[[], np.ndarray], description: str) -> np.ndarray:
+        """Return constants of the model from the weight cache, or measure and cache them.
 
-        Parameters
-        ----------
-        measure : callable () -> array
-        description : str
-            Name of the constants. It must change if their measurement changes.
-        weight_cache : str, path or None
-            See `open`.
+        `description` names the constants. It must change if their measurement changes.
         """
-        if weight_cache is None:
+        if self.weight_cache is None:
             return measure()
         dtype = str(self.dtype).removeprefix("torch.")
         key = f"{description}-{self.bits}bit-{self.activation_bits}-{dtype}"
-        cache = _weight_cache(weight_cache)
+        cache = self._cache_folder
         if (folder := find_copy(self._files, key, cache)) is not None:
             with suppress(OSError, ValueError):  # damaged
                 return np.load(folder / "constants.npy", allow_pickle=False)
@@ -246,13 +248,13 @@ class ModelSource:
                     folder / "constants.npy", constants, allow_pickle=False), cache=cache)
         return constants
 
-    def expert_counts_file(self, weight_cache: str | os.PathLike | None) -> Path | None:
-        """Return the file for `engine.expert_counts`; None for random weights and without a weight
-        cache.
+    @property
+    def expert_counts_file(self) -> Path | None:
+        """The file for `engine.expert_counts`; None for random weights and without a weight cache.
 
         Its name has the key of the weights' files. Equal samples suffice: counts affect speed only.
         """
-        if self.dummy or self.config.experts is None or weight_cache is None:
+        if self.dummy or self.config.experts is None or self.weight_cache is None:
             return None
         key = SourceFiles(self._files, "experts").key
         return cache_dir() / "experts" / f"{self._title}-{key}.json"
@@ -278,20 +280,15 @@ class ModelSource:
         return other > SMALL_SHARE * total
 
 
-def _weight_cache(value: str | os.PathLike) -> CacheFolder:
-    advice = "choose another --weight-cache, or --no-weight-cache"
-    root = cache_dir() / "weights" if value == "auto" else Path(os.path.expanduser(value))
-    return CacheFolder(root, advice)
-
-
 def _opened(folder: Path, gguf: GgufHeader | None) -> Checkpoint:
     """Open the checkpoint of a folder, or of the GGUF file that the folder describes."""
     return open_checkpoint(folder) if gguf is None else GgufCheckpoint(gguf)
 
 
 def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | str,
-               device: Device, progress: ByteProgress, activation_bits: int = 16,
-               generation_config: bool = True) -> ModelSource:
+               device: Device, activation_bits: int = 16, generation_config: bool = True,
+               weight_cache: str | os.PathLike | None = AUTO, seed: int = 0,
+               progress: bool | None = None) -> ModelSource:
     """Find a model by name, download or convert it if necessary, and read its configuration.
 
     Parameters
@@ -310,6 +307,10 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
         Bits of activations in quantized matmuls: 16 or 8.
     generation_config : bool
         Use the defaults of generation_config.json. False: only its end tokens.
+    weight_cache, seed
+        See `ModelSource`.
+    progress : bool, optional
+        Show a progress bar of a conversion. Default: on a terminal.
 
     Raises
     ------
@@ -332,7 +333,8 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
         copy_dtype = "bfloat16" if copy_dtype == "auto" else copy_dtype
         if gguf is None or bits == 16:
             gguf = None
-            folder = checkpoint_folder(name, dtype=copy_dtype, progress=progress)
+            with byte_bar("converting", progress=progress) as update:
+                folder = checkpoint_folder(name, dtype=copy_dtype, progress=update)
         else:
             folder = describe_gguf(gguf)
         _check_adapter(folder)
@@ -348,7 +350,8 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
     generation = read_generation_config(folder, config.eos_token_ids,
                                         end_tokens_alone=not generation_config)
     return ModelSource(config, weights, _dtype(dtype, config, device), folder, dummy, generation,
-                       gguf, bits, activation_bits, stored, codes, device.torch.type == "cuda")
+                       gguf, bits, activation_bits, stored, codes, device.torch.type == "cuda",
+                       weight_cache, seed)
 
 
 def _check_adapter(folder: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Protocol
 
-from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.blocks import Request
 
 NGRAM_SIZES = (4, 3, 2)
 """Tokens at the end of a text that are looked up in it: the longest n-gram that is found counts."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from flexgen_h2o.config.structured_outputs import StructuredOutputs
-from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.blocks import Request
 from flexgen_h2o.errors import StructureError, UserError
 
 

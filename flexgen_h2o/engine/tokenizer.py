@@ -1,41 +1,28 @@
-"""Prompts to checked token ids, generated tokens to outputs, and loading of tokenizers."""
+"""Tokenize and check prompts; load tokenizers."""
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.engine.batch import Request
-from flexgen_h2o.engine.detokenization import Detokenizer, IncrementalDetokenizer, StopStrings
-from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler
+from flexgen_h2o.engine.blocks import Request
 from flexgen_h2o.engine.source import ModelSource
-from flexgen_h2o.engine.structured_outputs import GrammarCompiler
 from flexgen_h2o.errors import UserError, check_text, short_repr
 from flexgen_h2o.files.readers import check_regular_file, check_text_file, read_checkpoint_json
 from flexgen_h2o.models.convert import CONFIG_SUFFIXES
 from flexgen_h2o.models.positions import check_length, clamped_new_tokens, longest_prompt
 from flexgen_h2o.models.registry import read_config, retry_imports
-from flexgen_h2o.outputs import Output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-OnText = Callable[[int, str, bool], object]
-"""Gets the index of a prompt, the text of a new token, and whether it is the last: `LLM.generate`.
-"""
-
 _Item = TypeVar("_Item")
-_log = logging.getLogger(__name__)
 
 _REMOTE_CODE = "trust_remote_code"  # part of transformers' error
 _CHARACTERS = 8
@@ -44,8 +31,8 @@ _CUT_TOKENS = 128
 """Tokens that cutting a text in the middle may add."""
 
 
-class Prompts:
-    """Encoder of prompts and decoder of outputs of one model.
+class InputProcessor:
+    """Turns prompts into checked token ids.
 
     The tokenizer is loaded on first use. A `UserError` of any method names the prompt or pair by
     its number.
@@ -60,88 +47,87 @@ class Prompts:
     """
 
     def __init__(self, source: ModelSource, name: str, h2o: H2OConfig | None):
-        self._source = source
-        self._h2o = h2o
-        self._config = source.config
-        self._name = name
-        self._tokenizer = None
-        self._detokenizer: Detokenizer | None = None
-        self._warned = False
+        self.source, self.name = source, name
+        self.vocab_size = source.config.vocab_size
+        self._config, self._h2o = source.config, h2o
         longest = longest_prompt(source.config, h2o)
         self._limit = longest, f"the model's {longest} positions: shorten it"
 
-    @property
+    @cached_property
     def tokenizer(self):
         """The transformers tokenizer; None if the model has none."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._source.folder)
-        return self._tokenizer
+        return load_tokenizer(self.source.folder)
 
     @property
-    def detokenizer(self) -> Detokenizer | None:
-        """The detokenizer; None if the model has no tokenizer."""
-        if self._detokenizer is None and self.tokenizer is not None:
-            self._detokenizer = Detokenizer(self.tokenizer)
-        return self._detokenizer
+    def tokenizer_eos(self) -> int | None:
+        """The tokenizer's EOS if the model has it and does not count it among its end tokens."""
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        known = eos is None or eos in self.source.generation.end_tokens
+        return None if known or eos >= self.vocab_size else eos
 
     @property
     def chat_end_tokens(self) -> tuple[int, ...]:
         """The ids that end an answer of a chat: end tokens of the model and of the tokenizer."""
-        ends = self._source.generation.end_tokens
-        missing = self._missing_end
-        return ends if missing is None else (*ends, missing)
+        ends, eos = self.source.generation.end_tokens, self.tokenizer_eos
+        return ends if eos is None else (*ends, eos)
 
-    @property
-    def _missing_end(self) -> int | None:
-        """The tokenizer's EOS if it is not one of the model's end tokens."""
-        eos = getattr(self.tokenizer, "eos_token_id", None)
-        known = eos is None or eos in self._source.generation.end_tokens
-        return None if known or eos >= self._config.vocab_size else eos
+    def check_tokenizer(self, advice: str) -> None:
+        """Raise `UserError`, which ends with `advice`, if the model has no tokenizer."""
+        if self.tokenizer is None:
+            raise UserError(f"{self.name} has no tokenizer here{advice}")
 
-    def encode(self, prompt: str | Sequence[int], key: int | str, *, special: bool = True,
+    def encode(self, prompt: str | Sequence[int], name: int | str, *,
+               add_special_tokens: bool = True, new_tokens: int | None = None,
                limit: tuple[int | None, str] | None = None) -> list[int]:
-        """Return the token ids of prompt number `key`, at least one.
+        """Return the token ids of a prompt, at least one.
 
         Parameters
         ----------
-        special : bool
+        prompt : str or sequence of int
+        name : int or str
+            Number or name of the prompt in error messages.
+        add_special_tokens : bool
             Add the tokenizer's special tokens to a text, but no second BOS.
+        new_tokens : int, optional
+            Check that this number of tokens fits after the prompt. Default: do not check.
         limit : (int or None, str), optional
             Maximum number of tokens of a text, and the reason for errors. Default: the model's
             positions. Only texts far above it are refused here, without tokenizing all of them.
         """
         if isinstance(prompt, str):
-            ids = self._tokenize(prompt, f"prompt {key}", special=special, limit=limit)
+            ids = self._tokenize(prompt, f"prompt {name}", add_special_tokens, limit)
         else:
-            ids = _token_ids(prompt, f"prompt {key}")
+            ids = _token_ids(prompt, f"prompt {name}")
         # A tokenizer may have more tokens than its model.
-        self.check_tokens(f"prompt {key}", ids)
+        self.check_tokens(f"prompt {name}", ids)
         if not ids:
-            raise UserError(f"prompt {key} is empty: give it at least one token")
+            raise UserError(f"prompt {name} is empty: give it at least one token")
+        if new_tokens is not None:
+            self._check_length(ids, name, new_tokens)
         return ids
 
     def check_tokens(self, name: str, ids: Iterable[int]) -> None:
         """Raise `UserError`, which begins with `name`, for token ids that the model lacks."""
-        wrong = next((token for token in ids if not 0 <= token < self._config.vocab_size), None)
+        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
         if wrong is not None:
             raise UserError(f"{name}: token id {wrong} is not below the vocabulary's "
-                            f"{self._config.vocab_size}")
+                            f"{self.vocab_size}")
 
-    def check_same_tokens(self, other: Prompts) -> None:
+    def check_same_tokens(self, other: InputProcessor) -> None:
         """Raise `UserError` unless the token ids of another model mean the same.
 
         Special tokens may be missing from either.
         """
-        vocabularies = [prompts.tokenizer and prompts.tokenizer.get_vocab()
-                        for prompts in (self, other)]
+        vocabularies = [inputs.tokenizer and inputs.tokenizer.get_vocab()
+                        for inputs in (self, other)]
         if None in vocabularies:
-            same = self._config.vocab_size == other._config.vocab_size
+            same = self.vocab_size == other.vocab_size
         else:
             fewer, more = sorted(vocabularies, key=len)
             same = fewer.items() <= more.items()
         if not same:
-            raise UserError(f"the tokens of draft_model {other._name} are not those of "
-                            f"{self._name}: choose a model with the same tokenizer")
+            raise UserError(f"the tokens of draft_model {other.name} are not those of "
+                            f"{self.name}: choose a model with the same tokenizer")
 
     def windows(self, text: str, name: str, *, count: int, length: int) -> list[list[int]]:
         """Cut the beginning of a text into token sequences, with BOS if the tokenizer adds it.
@@ -154,44 +140,36 @@ class Prompts:
             Maximum number of sequences, and of tokens per sequence.
         """
         check_text(name, text)
-        if self.tokenizer is None:
-            raise UserError(f"{self._name} has no tokenizer here, and {name} is text: leave it out")
+        self.check_tokenizer(f", and {name} is text: leave it out")
         length = min(length, self._config.max_positions)
         bos = self.tokenizer.bos_token_id
         front = [] if bos is None or self._ids("", True)[:1] != [bos] else [bos]
-        ids = self._ids(text[: 4 * _CHARACTERS * count * length], special=False)
-        step = length - len(front)
-        starts = range(0, min(len(ids), count * step), step)
-        return [self.encode(front + ids[start : start + step], name) for start in starts]
-
-    def encode_checked(self, prompt: str | Sequence[int], key: int | str, *, new_tokens: int,
-                special: bool) -> list[int]:
-        """Return the token ids of a prompt after which `new_tokens` fit: see `encode`."""
-        ids = self.encode(prompt, key, special=special)
-        check_length(self._config, self._h2o, prompt=f"prompt {key}", length=len(ids),
-                     new_tokens=new_tokens)
-        return ids
+        ids = self._ids(text[: 4 * _CHARACTERS * count * length], False)
+        size = length - len(front)
+        starts = range(0, min(len(ids), count * size), size)
+        return [self.encode(front + ids[start : start + size], name) for start in starts]
 
     def clamp_new_tokens(self, tokens: int, max_new_tokens: int) -> int:
         """Return `max_new_tokens`, or the number of positions after `tokens` tokens if less."""
         return clamped_new_tokens(self._config, self._h2o, length=tokens,
                                   max_new_tokens=max_new_tokens)
 
-    def _tokenize(self, text: str, name: str, *, special: bool = True,
+    def _tokenize(self, text: str, name: str, add_special_tokens: bool = True,
                   limit: tuple[int | None, str] | None = None) -> list[int]:
         check_text(name, text)
-        if self.tokenizer is None:
-            raise UserError(f"{self._name} has no tokenizer here: give prompts as token ids")
+        self.check_tokenizer(": give prompts as token ids")
         self._check_beginning(text, name, *(limit or self._limit))
-        ids = self._ids(text, special)
+        ids = self._ids(text, add_special_tokens)
         bos = self.tokenizer.bos_token_id
-        if special and bos is not None and ids[:2] == [bos, bos] == self._ids("", True)[:1] * 2:
+        if (add_special_tokens and bos is not None
+                and ids[:2] == [bos, bos] == self._ids("", True)[:1] * 2):
             ids = ids[1:]  # the text begins with BOS
         return ids
 
-    def _ids(self, text: str, special: bool) -> list[int]:
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # Lengths are checked against the positions: tokenizers' own limits are often wrong.
-        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+                    ["input_ids"])
 
     def _check_beginning(self, text: str, name: str, max_tokens: int | None, why: str) -> None:
         """Refuse a text whose beginning has too many tokens: a megabyte takes seconds."""
@@ -199,7 +177,7 @@ class Prompts:
             return
         length = _CHARACTERS * (max_tokens + _CUT_TOKENS)
         while length < len(text):
-            tokens = len(self._ids(text[:length], special=False))
+            tokens = len(self._ids(text[:length], False))
             if tokens > max_tokens + _CUT_TOKENS:
                 raise UserError(f"{name} has about {tokens * len(text) // length} tokens, more "
                                 f"than {why}")
@@ -260,137 +238,6 @@ class Prompts:
         edge = len(os.path.commonprefix([head, joined]))
         return joined[:edge], joined[edge:]
 
-    def generation(self, params: Mapping[int, SamplingParams], *, steps: int | None = None,
-                   on_token: Callable[[Request], None] | None = None) -> GenerationSampler:
-        """Return the sampler of requests.
-
-        Parameters
-        ----------
-        params : mapping of int to SamplingParams
-            Sampling parameters by request key. Requests that differ only in the seed are sampled
-            together.
-        steps : int, optional
-            Maximum number of tokens to generate.
-        on_token : callable, optional
-            See `GenerationSampler`.
-        """
-        shared: dict[SamplingParams, GenerationRules] = {}
-        return GenerationSampler({key: self.rules(params_of_prompt, shared, steps=steps)
-                                  for key, params_of_prompt in params.items()}, on_token=on_token)
-
-    def rules(self, params: SamplingParams,
-              shared: MutableMapping[SamplingParams, GenerationRules], *,
-              steps: int | None = None) -> GenerationRules:
-        """Return the rules of a request: out of `shared` if only the seed differs, or added to it.
-
-        Parameters and errors are those of `generation`.
-        """
-        unseeded = replace(params, seed=0)
-        rules = shared.get(unseeded)
-        if rules is None:
-            rules = shared[unseeded] = self._rules(unseeded, steps or params.max_new_tokens)
-        return rules
-
-    def _rules(self, params: SamplingParams, steps: int) -> GenerationRules:
-        params = self._source.generation.apply(params)
-        if params.eos_token_id is None:
-            self._warn_of_missing_end()
-        self.check_tokens("bad_words_ids", chain.from_iterable(params.bad_words_ids or ()))
-        self.check_tokens("logit_bias", dict(params.logit_bias))
-        ends = self._ends(params)
-        form = params.structured_outputs
-        masks = None if form is None else self._grammars.masks(form, ends)
-        return GenerationRules(
-            Sampler(params, ends, masks), min(steps, params.max_new_tokens), frozenset(ends),
-            self._stops(params.stop_strings), params.logprobs)
-
-    @cached_property
-    def _grammars(self) -> GrammarCompiler:
-        if self.tokenizer is None:
-            raise UserError(f"{self._name} has no tokenizer here, and structured_outputs are text: "
-                            "leave them out")
-        return GrammarCompiler(self.tokenizer, self._config.vocab_size)
-
-    def _ends(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the tokens that end a text."""
-        is_set = params.eos_token_id is not None
-        ends = params.end_tokens if is_set else self._source.generation.end_tokens
-        if params.structured_outputs and not (is_set or ends) and self._missing_end is not None:
-            ends = (self._missing_end,)  # a text with a form must be able to end
-        return (*ends, *params.stop_token_ids)
-
-    def _warn_of_missing_end(self) -> None:
-        """Warn once if the tokenizer's EOS ends only chats."""
-        missing = self._missing_end
-        if missing is not None and not self._warned:
-            self._warned = True
-            named = ", ".join(map(str, self._source.generation.end_tokens)) or "none"
-            _log.warning("%s: the tokenizer's EOS, %s (%d), is not an end token of the model (%s) "
-                         "and only ends chats; give eos_token_id to choose", self._name,
-                         self.tokenizer.eos_token, missing, named)
-
-    def output(self, prompt: str | Sequence[int], ids: list[int], request: Request) -> Output:
-        """Return the output of a finished request.
-
-        Parameters
-        ----------
-        prompt : str or sequence of int
-            The prompt of the user.
-        ids : list of int
-            Token ids of the prompt.
-        request : Request
-            Its end token is not part of the text.
-        """
-        tokens = request.generated
-        text = None if self.detokenizer is None else self.detokenizer.text(
-            tokens[:-1] if self._has_end(request) else tokens, request.prompt,
-            self._kept_special_ids(request))
-        return Output(prompt if isinstance(prompt, str) else None, ids, tokens, text,
-                      request.finish_reason, request.log_probs or None)
-
-    def text_callback(self, on_text: OnText) -> Callable[[Request], None]:
-        """Return a callback for each new token of a request, which calls `on_text` with its text.
-
-        See `LLM.generate`. All texts of a request make the text of its `output`.
-        """
-        if not callable(on_text):
-            raise UserError(f"on_text must be a function, got {short_repr(on_text)}")
-        if self.detokenizer is None:
-            raise UserError(f"{self._name} has no tokenizer here, and on_text gets text: leave it "
-                            "out")
-        new_text: dict[int, Callable[[], str]] = {}
-
-        def on_token(request: Request) -> None:
-            if request.key not in new_text:
-                new_text[request.key] = self.new_text(request)
-            on_text(request.key, new_text[request.key](), bool(request.finish_reason))
-
-        return on_token
-
-    def new_text(self, request: Request) -> Callable[[], str]:
-        """Return a function that, after each token, returns the characters that it completes."""
-        decoder = IncrementalDetokenizer(self.detokenizer, request.prompt,
-                                         self._kept_special_ids(request))
-        return lambda: "" if self._has_end(request) else decoder.step(request.generated[-1])
-
-    def _has_end(self, request: Request) -> bool:
-        """Return True if the last token is an end token, which is not part of the text."""
-        return (request.finish_reason == "stop"
-                and request.generated[-1] in self._ends(request.params))
-
-    def _kept_special_ids(self, request: Request) -> Collection[int]:
-        """Return the special tokens whose names are part of the text."""
-        return () if request.params.skip_special_tokens else range(self._config.vocab_size)
-
-    def _stops(self, strings: Sequence[str] | None) -> StopStrings | None:
-        """Return the detector of stop strings; None without stop strings."""
-        if not strings:
-            return None
-        if self.detokenizer is None:
-            raise UserError(f"{self._name} has no tokenizer here, and stop_strings are text: leave "
-                            "them out")
-        return StopStrings(strings, self.detokenizer.token_bytes)
-
     def check_lengths(self, requests: Sequence[Request], new_tokens: int | Mapping[int, int]
                       ) -> None:
         """Check that prompts and new tokens, of all or by request key, fit the positions."""
@@ -400,8 +247,11 @@ class Prompts:
             if new not in longest or len(request.prompt) > len(longest[new].prompt):
                 longest[new] = request
         for new, request in longest.items():
-            check_length(self._config, self._h2o, prompt=f"prompt {request.key}",
-                         length=len(request.prompt), new_tokens=new)
+            self._check_length(request.prompt, request.key, new)
+
+    def _check_length(self, ids: Sequence[int], name: int | str, new_tokens: int) -> None:
+        check_length(self._config, self._h2o, prompt=f"prompt {name}", length=len(ids),
+                     new_tokens=new_tokens)
 
 
 def check_list(name: str, values: Iterable[_Item]) -> list[_Item]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,12 @@ Weight = Matrix
 """A weight in memory."""
 
 _OFFLOAD_VERSION = 1  # increase it when the bytes of offloaded tensors change
+
+
+def attention_sinks(weights: Mapping[str, Weight]) -> torch.Tensor | None:
+    """Return the learned attention sinks of a layer, which are never quantized; None without."""
+    sinks: Any = weights.get("sinks")
+    return sinks
 
 
 @dataclass
@@ -105,7 +111,7 @@ class WeightBuffer:
 
 @dataclass
 class Unit:
-    """The weights of one layer step of the schedule, or of one expert.
+    """The weights of one unit of the schedule, or of one expert.
 
     Attributes
     ----------

@@ -1,9 +1,8 @@
-"""The weights of a model on their tiers, loaded before a layer step needs them.
+"""The weights of a model on their tiers, loaded before compute needs them.
 
-Units are the layer steps of the schedule: unit 0 is the embedding, then come the decoder layers (or
-their halves), and the last unit is the head. The weights of a unit on one tier share one buffer:
-they are transferred by one copy and a few large reads. On disk they are the bytes of the
-checkpoint, the weight cache or an offload file.
+Units are those of the schedule. The weights of a unit on one tier share one buffer: they are
+transferred by one copy and a few large reads. On disk they are the bytes of the checkpoint, the
+weight cache or an offload file.
 """
 
 from __future__ import annotations

@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
-from flexgen_h2o.cache.alternatives import SimulatedBlockCache
-from flexgen_h2o.cache.decode_attention import PendingAttention
-from flexgen_h2o.cache.hot_set import RecallCounts
+from flexgen_h2o.cache.alternatives import AlternativeCache, SimulatedBlockCache
 from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.cache.layout import CacheShape, CacheSize, slots_of
 from flexgen_h2o.cache.recurrent_state import RecurrentStates
@@ -20,8 +17,8 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import HIDDEN_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.engine.batch import BlockQueue
-from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.engine.blocks import BlockQueue
+from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
 from flexgen_h2o.kernels.rotary import rotated_to
 from flexgen_h2o.models.layers import Operations
@@ -32,6 +29,9 @@ from flexgen_h2o.storage.disk import AlignedRead, Extent, RunFolder
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import D2H, H2D, Lane, Transfers
+
+BlockCache = KVCache | AlternativeCache
+"""The cache of a block. The others have the interface of `KVCache`."""
 
 
 class HiddenStates:
@@ -170,65 +170,6 @@ class WorkspaceSize:
     def covers(self, other: WorkspaceSize) -> bool:
         """Return True if a block of size `other` fits."""
         return self.rows >= other.rows and self.cache.covers(other.cache)
-
-
-class BlockCache(Protocol):
-    """The interface of a block's cache: `KVCache`, and the simulated and probing ones."""
-
-    @property
-    def attends_on_host(self) -> bool:
-        """True if some attention is computed on the host beside a GPU."""
-
-    @property
-    def supports_capture(self) -> bool:
-        """True if `capture_token` can be called."""
-
-    @property
-    def is_resident(self) -> bool:
-        """True if `load` and `store` are no-ops."""
-
-    @property
-    def supports_prefetch(self) -> bool:
-        """True if `prefetch_token` can be called."""
-
-    @property
-    def recall_counts(self) -> RecallCounts | None:
-        """Counts of recalled tokens, or None."""
-
-    def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Begin a block, with an empty cache except for continued sequences."""
-
-    def resume(self, batches: Sequence[BatchLayout]) -> None:
-        """Continue with the sequences of `begin`."""
-
-    def load(self, layer: int, batch: int, forward_pass: int) -> None:
-        """Start loading the data that compute of (layer, batch) needs."""
-
-    def store(self, layer: int, batch: int, forward_pass: int) -> None:
-        """Start writing back the data that compute of (layer, batch) changed."""
-
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
-                      rope, sinks) -> torch.Tensor:
-        """Attend within prompts, and cache them."""
-
-    def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
-        """Copy the cache of a whole prompt to other sequences with the same prompt."""
-
-    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
-                     rope, sinks, drafted: bool = False) -> PendingAttention:
-        """Attend from a new token of each sequence, and cache it, perhaps until it is rejected."""
-
-    def prefetch_token(self, layer: int, batch: int, q, k, *, token: int, rope, sinks) -> None:
-        """Start loading the tokens that a new token is likely to recall, if `supports_prefetch`."""
-
-    def capture_token(self, layer: int, batch: int, q, k, v, *, rope, sinks, out, capture) -> None:
-        """Capture the attention of a decode step, if `supports_capture`."""
-
-    def prepare_replay(self, batch: int, token: int) -> None:
-        """Write the decode metadata that a replay reads, for new token `token` (from 1)."""
-
-    def nbytes(self) -> int:
-        """Bytes of the cached tokens."""
 
 
 def rotation_of(config: ModelConfig) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:

@@ -168,9 +168,9 @@ class JobRequest:
         With the request's seed, from which `choice_params` derives the seeds of the choices.
     return_token_ids : bool
         Add token ids of prompts and choices to the response.
-    clamps : bool
+    clamp_new_tokens : bool
         The request gives no length, and may end at the model's last position.
-    special : bool
+    add_special_tokens : bool
         Add the tokenizer's special tokens to texts.
     echo : bool
         The answer begins with the prompt.
@@ -184,8 +184,8 @@ class JobRequest:
     n: int
     params: SamplingParams
     return_token_ids: bool = False
-    clamps: bool = False
-    special: bool = True
+    clamp_new_tokens: bool = False
+    add_special_tokens: bool = True
     echo: bool = False
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -262,8 +262,8 @@ def parse_request(url: str, body: Mapping[str, Any], custom_id: str, defaults: D
                          "out", param="echo", code="unsupported_parameter")
     return JobRequest(custom_id, chat, messages, prompts, n,
                       _params(fields, custom_id, defaults, chat=chat),
-                      clamps=not {"max_tokens", "max_completion_tokens"} & fields.keys(),
-                      special=fields.get("add_special_tokens", not chat),
+                      clamp_new_tokens=not {"max_tokens", "max_completion_tokens"} & fields.keys(),
+                      add_special_tokens=fields.get("add_special_tokens", not chat),
                       echo=fields.get("echo", False), template_arguments=arguments,
                       return_token_ids=fields.get("return_token_ids", False))
 

@@ -24,7 +24,7 @@ from flexgen_h2o.requests.request import (
 
 
 class Encoder(Protocol):
-    """A model's tokenizer and the limits of its prompts: an `LLM`, or a `TokenizerOnly`."""
+    """A model's tokenizer and the limits of its prompts: an `LLM`, or its `InputProcessor`."""
 
     @property
     def tokenizer(self) -> Any:
@@ -35,7 +35,7 @@ class Encoder(Protocol):
         """Token ids that end an answer in a chat."""
 
     def encode(self, prompt: str | Sequence[int], *, name: int | str, new_tokens: int,
-               special: bool) -> list[int]:
+               add_special_tokens: bool) -> list[int]:
         """Return the token ids of a prompt, as `LLM.encode` does."""
 
     def clamp_new_tokens(self, tokens: int, max_tokens: int) -> int:
@@ -68,9 +68,10 @@ class BoundedEncoder:
         return self._encoder.vocab_size
 
     def encode(self, prompt: str | Sequence[int], *, name: int | str, new_tokens: int,
-               special: bool) -> list[int]:
+               add_special_tokens: bool) -> list[int]:
         """Return token ids. Raises `UserError` for a prompt that is too long."""
-        tokens = self._encoder.encode(prompt, name=name, new_tokens=new_tokens, special=special)
+        tokens = self._encoder.encode(prompt, name=name, new_tokens=new_tokens,
+                                      add_special_tokens=add_special_tokens)
         if len(tokens) + new_tokens > self._max_len:
             raise UserError(f"prompt {name} of {len(tokens)} tokens and {new_tokens} new ones "
                             f"exceed the server's --max-model-len {self._max_len}")
@@ -225,13 +226,14 @@ class RequestTokenizer:
             if request.chat:
                 texts = [self._chat_renderer().render(request.messages,
                                                       request.template_arguments)]
-            prompts = [encoder.encode(text, name=name, special=request.special,
-                                      new_tokens=1 if request.clamps else limit)
+            prompts = [encoder.encode(text, name=name,
+                                      add_special_tokens=request.add_special_tokens,
+                                      new_tokens=1 if request.clamp_new_tokens else limit)
                        for text in texts]
         except UserError as error:
             raise BadRequest(str(error), param="messages" if request.chat else "prompt") from None
-        limits = [encoder.clamp_new_tokens(len(prompt), limit) if request.clamps else limit
-                  for prompt in prompts]
+        limits = [encoder.clamp_new_tokens(len(prompt), limit)
+                  if request.clamp_new_tokens else limit for prompt in prompts]
         if (params.min_new_tokens or 0) > min(limits):
             raise BadRequest(f"min_tokens {params.min_new_tokens} is more than the {min(limits)} "
                              "new tokens for which the model has positions", param="min_tokens")

@@ -118,8 +118,8 @@ class Transfers:
 
     def __init__(self, device: Device, *, links: LinkStats, trace: Trace):
         self.device = device
-        self._links = links
-        self._trace = trace
+        self.links = links
+        self.trace = trace
         self._pending: deque[tuple] = deque()
         self.disk = Disk(record=self._record)
         self._latest: dict[str, Handle] = {}
@@ -166,7 +166,7 @@ class Transfers:
 
     def compute_span(self, name: str, *, lane: str = COMPUTE) -> AbstractContextManager[None]:
         """Return a context manager that records its body as a span in the queue of compute."""
-        return self._stamped(name, lane) if self._trace.enabled else contextlib.nullcontext()
+        return self._stamped(name, lane) if self.trace.enabled else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _stamped(self, name: str, lane: str) -> Iterator[None]:
@@ -176,7 +176,7 @@ class Transfers:
 
     def host_span(self, name: str, lane: str) -> AbstractContextManager[None]:
         """Return a context manager that records its body as a span of work on the host."""
-        return self._trace.span(name, lane)
+        return self.trace.span(name, lane)
 
     def settle(self) -> None:
         """Record the copies and spans whose timestamps are reached; the others stay pending."""
@@ -187,7 +187,7 @@ class Transfers:
                 continue
             start, end = self.device.seconds(began), self.device.seconds(ended)
             if nbytes is None:
-                self._trace.add(name, lane, start, end)
+                self.trace.add(name, lane, start, end)
             else:
                 self._record(lane, nbytes, start, end)
 
@@ -213,6 +213,6 @@ class Transfers:
         self.disk.close()
 
     def _record(self, link: str, nbytes: int, start: float, end: float) -> None:
-        self._links.add(link, nbytes, start, end)
-        if self._trace.enabled:
-            self._trace.add(link, link, start, end, nbytes)
+        self.links.add(link, nbytes, start, end)
+        if self.trace.enabled:
+            self.trace.add(link, link, start, end, nbytes)

@@ -87,7 +87,7 @@ def test_fields_of_vllm_become_sampling_parameters():
             params.eos_token_id, params.stop_token_ids, params.logit_bias,
             params.skip_special_tokens) == (7, 0.1, 1.2, 2, -1, (5, 6), ((3, 1.5), (8, -100.0)),
                                             False)
-    assert (one.echo, one.special, one.clamps) == (True, False, True)
+    assert (one.echo, one.add_special_tokens, one.clamp_new_tokens) == (True, False, True)
     assert read(completion(top_k=-1)).params.top_k == 0
     # Without max_tokens there is room for min_tokens.
     assert read(completion(min_tokens=99)).params.max_new_tokens == 99
@@ -97,7 +97,8 @@ def test_fields_of_vllm_become_sampling_parameters():
     assert chat.template_arguments == {
         "enable_thinking": False, "reasoning_effort": "low", "documents": [{"text": "x"}],
         "add_generation_prompt": False, "continue_final_message": True}
-    assert chat.special and not chat.clamps and not read(chat_line()).special
+    assert chat.add_special_tokens and not chat.clamp_new_tokens
+    assert not read(chat_line()).add_special_tokens
 
 
 def test_job_defaults_fill_fields_missing_in_a_request():

@@ -125,7 +125,7 @@ def test_a_step_replays_each_layer_once(tiny_model, tmp_path, programs):
 
 @pytest.mark.parametrize("why, options", [
     ("PyTorch's operations", {"dtype": "float32"}),
-    ("separate steps", {"policy": Policy(sep_layer=True)}),
+    ("separate units", {"policy": Policy(sep_layer=True)}),
     ("hidden states", {"policy": Policy(activations=Placement(0, 0, 100))}),
 ])
 def test_steps_that_are_not_captured(tiny_model, tmp_path, programs, caplog, why, options):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import CACHE_BUFFERS, HIDDEN_BUFFERS
 from flexgen_h2o.config.parallel import Stage, split_batches
-from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
+from flexgen_h2o.engine.schedule import Action, Op, num_units, schedule
 
 HIDDEN, TOKENS = "hidden", "tokens"
 
@@ -43,12 +43,12 @@ class Simulation:
 
     def __init__(self, ranks, bounds, sep_layer, window):
         self.ranks, self.window = ranks, window
-        self.first = [Stage.for_rank(rank, bounds).layer_steps(sep_layer)[0]
+        self.first = [Stage.for_rank(rank, bounds).units(sep_layer)[0]
                       for rank in range(len(ranks))]
         self.sent, self.asked = defaultdict(list), defaultdict(list)  # (what, time) by channel
         self.taken = Counter()
         self.clocks = [0] * len(ranks)
-        self.computed: dict[LayerStep, int] = {}
+        self.computed: dict[Action, int] = {}
         places = [0] * len(ranks)
         while True:
             before = list(places)
@@ -63,35 +63,35 @@ class Simulation:
         for channel, sent in self.sent.items():
             assert self.taken[channel] == len(sent) == len(self.asked[channel])
 
-    def _do(self, rank, step):
+    def _do(self, rank, action):
         """Carry out a step, unless it has to wait for another rank."""
-        what, last = (step.forward_pass, step.batch), len(self.ranks) - 1
+        what, last = (action.forward_pass, action.batch), len(self.ranks) - 1
         into, out, tokens = (HIDDEN, rank - 1), (HIDDEN, rank), (TOKENS, rank)
-        if step.kind is Kind.RECEIVE_HIDDEN:
+        if action.op is Op.RECEIVE_HIDDEN:
             self.asked[into].append((what, self.clocks[rank]))
-        elif step.kind is Kind.RECEIVE_TOKENS:
+        elif action.op is Op.RECEIVE_TOKENS:
             self.asked[tokens].append((what, self.clocks[rank]))
-        elif step.kind is Kind.SEND_HIDDEN:
+        elif action.op is Op.SEND_HIDDEN:
             oldest = len(self.sent[out]) - self.window
             if oldest >= 0 and oldest >= len(self.asked[out]):
                 return False  # the limit of messages in flight
             if oldest >= 0:
                 self.clocks[rank] = max(self.clocks[rank], self.asked[out][oldest][1])
             self.sent[out].append((what, self.clocks[rank]))
-        elif step.kind is Kind.SEND_TOKENS:
+        elif action.op is Op.SEND_TOKENS:
             for other in range(last):
                 channel = (TOKENS, other)
                 assert len(self.asked[channel]) > len(self.sent[channel]), "it would wait"
                 self.sent[channel].append((what, self.clocks[rank]))
-        elif step.kind is Kind.TAKE_TOKENS:
+        elif action.op is Op.TAKE_TOKENS:
             return self._take(rank, tokens, what)
-        elif step.kind is Kind.COMPUTE:
-            if rank > 0 and step.layer == self.first[rank] and not self._take(rank, into, what):
+        elif action.op is Op.COMPUTE:
+            if rank > 0 and action.unit == self.first[rank] and not self._take(rank, into, what):
                 return False
-            self._check_known(rank, step)
+            self._check_known(rank, action)
             self.clocks[rank] += 1
-            assert step not in self.computed
-            self.computed[step] = rank
+            assert action not in self.computed
+            self.computed[action] = rank
         return True
 
     def _take(self, rank, channel, what):
@@ -104,11 +104,12 @@ class Simulation:
         self.taken[channel] += 1
         return True
 
-    def _check_known(self, rank, step):
+    def _check_known(self, rank, action):
         """All tokens of a batch so far are known where it is computed."""
         known = self.taken[TOKENS, rank] if rank < len(self.ranks) - 1 else math.inf
         batches = len({each.batch for each in self.ranks[rank] if each.batch is not None})
-        assert known >= (step.forward_pass - 1) * batches + step.batch + 1 or not step.forward_pass
+        assert not action.forward_pass or (
+            known >= (action.forward_pass - 1) * batches + action.batch + 1)
 
 
 @given(pipelines(), st.integers(1, 3))
@@ -116,14 +117,14 @@ def test_ranks_compute_everything_once_without_deadlock(pipeline, window):
     passes, bounds, batches, options = pipeline
     ranks = steps_of_ranks(*pipeline)
     done = Simulation(ranks, bounds, options["sep_layer"], window)
-    layer_steps = num_layer_steps(bounds[-1], options["sep_layer"])
-    assert set(done.computed) == {LayerStep(Kind.COMPUTE, i, j, k) for i in range(passes)
-                                  for j in range(layer_steps) for k in range(batches)}
-    places = {step: place for place, step in enumerate(done.computed)}
-    for step in done.computed:
-        if step.layer:
-            before = LayerStep(Kind.COMPUTE, step.forward_pass, step.layer - 1, step.batch)
-            assert places[before] < places[step]
+    units = num_units(bounds[-1], options["sep_layer"])
+    assert set(done.computed) == {Action(Op.COMPUTE, i, j, k) for i in range(passes)
+                                  for j in range(units) for k in range(batches)}
+    places = {action: place for place, action in enumerate(done.computed)}
+    for action in done.computed:
+        if action.unit:
+            before = Action(Op.COMPUTE, action.forward_pass, action.unit - 1, action.batch)
+            assert places[before] < places[action]
 
 
 @given(pipelines())
@@ -133,59 +134,59 @@ def test_each_rank_loads_what_its_computes_need(pipeline):
     """One rank's steps in their order: buffers, weights and caches as on one rank alone."""
     passes, bounds, batches, options = pipeline
     for rank, steps in enumerate(steps_of_ranks(*pipeline)):
-        own = Stage.for_rank(rank, bounds).layer_steps(options["sep_layer"])
+        own = Stage.for_rank(rank, bounds).units(options["sep_layer"])
         weights, cache, stored, hidden, started = set(), {}, {}, {}, set()
-        for step in steps:
-            key, where = (step.layer, step.batch), (step.forward_pass, step.batch)
-            assert step.layer in own
-            if step.kind is Kind.LOAD_WEIGHTS:
-                assert step.layer not in weights
-                weights.add(step.layer)
+        for action in steps:
+            key, where = (action.unit, action.batch), (action.forward_pass, action.batch)
+            assert action.unit in own
+            if action.op is Op.LOAD_WEIGHTS:
+                assert action.unit not in weights
+                weights.add(action.unit)
                 assert len(weights) <= (2 if options["overlap"] else 1)
-            elif step.kind is Kind.RELEASE_WEIGHTS:
-                weights.remove(step.layer)
-            elif step.kind is Kind.LOAD_CACHE:
-                assert stored.get(key, step.forward_pass - 1) == step.forward_pass - 1
-                cache[key] = step.forward_pass
+            elif action.op is Op.RELEASE_WEIGHTS:
+                weights.remove(action.unit)
+            elif action.op is Op.LOAD_CACHE:
+                assert stored.get(key, action.forward_pass - 1) == action.forward_pass - 1
+                cache[key] = action.forward_pass
                 assert len(cache) <= CACHE_BUFFERS
-            elif step.kind is Kind.STORE_CACHE:
+            elif action.op is Op.STORE_CACHE:
                 assert key in started
                 started.discard(key)
                 cache.pop(key)
-                stored[key] = step.forward_pass
-            elif step.kind is Kind.LOAD_HIDDEN:
+                stored[key] = action.forward_pass
+            elif action.op is Op.LOAD_HIDDEN:
                 assert where not in hidden
-                hidden[where] = step.layer
+                hidden[where] = action.unit
                 assert len(hidden) <= HIDDEN_BUFFERS
-            elif step.kind in (Kind.STORE_HIDDEN, Kind.SEND_HIDDEN):
-                assert hidden.pop(where) == step.layer
-            elif step.kind in (Kind.ATTEND, Kind.COMPUTE):
-                assert step.layer in weights
-                if step.layer == own[0] and step.kind is Kind.COMPUTE:
-                    hidden[where] = step.layer  # embedded or received
-                assert hidden[where] == step.layer
+            elif action.op in (Op.STORE_HIDDEN, Op.SEND_HIDDEN):
+                assert hidden.pop(where) == action.unit
+            elif action.op in (Op.ATTEND, Op.COMPUTE):
+                assert action.unit in weights
+                if action.unit == own[0] and action.op is Op.COMPUTE:
+                    hidden[where] = action.unit  # embedded or received
+                assert hidden[where] == action.unit
                 if key in cache:
-                    assert cache[key] == step.forward_pass
+                    assert cache[key] == action.forward_pass
                     started.add(key)
-                    if step.forward_pass == passes - 1 and not options["keep_cache"]:
+                    if action.forward_pass == passes - 1 and not options["keep_cache"]:
                         cache.pop(key)
-                if step.kind is Kind.COMPUTE and step.layer == own[-1] == own.stop - 1 and (
+                if action.op is Op.COMPUTE and action.unit == own[-1] == own.stop - 1 and (
                         Stage.for_rank(rank, bounds).is_last_stage):
                     hidden.pop(where)
         assert not weights and not hidden
-        attended = Counter(step.kind for step in steps)[Kind.LOAD_CACHE]
+        attended = Counter(action.op for action in steps)[Op.LOAD_CACHE]
         assert attended == passes * batches * (bounds[rank + 1] - bounds[rank])
 
 
 @pytest.mark.parametrize("ranks, batches, groups, idle", [
     (2, 2, 2, 1), (2, 4, 4, 1), (3, 3, 3, 2), (3, 6, 6, 2), (4, 8, 4, 6), (2, 4, 2, 2)])
 def test_ranks_idle_only_at_the_start_and_the_end(ranks, batches, groups, idle):
-    """The ranks of most layer steps compute without a pause but for the first batches' way to
-    them: `idle` units of a group's time on one layer step."""
+    """The ranks of most units compute without a pause but for the first batches' way to
+    them: `idle` units of a group's time on one unit."""
     bounds = [2 * rank for rank in range(ranks + 1)]
     steps = steps_of_ranks(6, bounds, batches, {"groups": groups})
     done = Simulation(steps, bounds, False, window=batches)
-    # The first and the last rank have a layer step more each: embedding and head.
+    # The first and the last rank have a unit more each: embedding and head.
     most = 6 * batches * 3
     assert most <= max(done.clocks) <= most + 3 * idle
 
@@ -193,7 +194,7 @@ def test_ranks_idle_only_at_the_start_and_the_end(ranks, batches, groups, idle):
 def test_ranks_of_one_group_wait_for_each_other():
     steps = steps_of_ranks(6, [0, 2, 4], 4, {"groups": 1})
     idle = max(Simulation(steps, [0, 2, 4], False, window=4).clocks) - 6 * 4 * 3
-    assert idle > 6 * 4  # in each pass but for the edge of a layer step
+    assert idle > 6 * 4  # in each pass but for the edge of a unit
 
 
 def test_groups_of_batches_have_equal_sizes():

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.sampling import SamplingParams, mix_seed
-from flexgen_h2o.engine.batch import BlockQueue, BlockSize, Request
+from flexgen_h2o.engine.blocks import BlockQueue, BlockSize, Request
 from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler, newest_rows
 from flexgen_h2o.engine.scoring import DecodeScorer, PrefillScorer
 from flexgen_h2o.errors import NonFiniteLogits, UserError
@@ -265,7 +265,7 @@ def test_no_allowed_token_raises(monkeypatch, options):
 def test_an_impossible_continuation_scores_minus_infinity():
     consumer = DecodeScorer({7: [1]})
     consumer(batch_of([request(7)]), 0, 0, torch.tensor([[0.0, NONE, 2.0]]))
-    assert consumer.log_probs[7] == [NONE]
+    assert consumer.scores[7].log_probs == [NONE]
 
 
 # Where the logits go
@@ -337,10 +337,10 @@ def test_prefill_scorer_selects_the_predicting_rows(data):
     generator = torch.Generator().manual_seed(1)
     # As if a model had made them: logits for each position of each text.
     logits = [torch.randn(len(text), VOCAB, generator=generator) for text in texts]
-    for forward_pass in range(batch.batch_layout.prefill_passes):
+    for forward_pass in range(batch.layout.prefill_passes):
         assert not batch.finished
         rows = [logits[batch.requests[span.sequence].key][span.start : span.end]
-                for span in batch.batch_layout.spans(forward_pass)]
+                for span in batch.layout.spans(forward_pass)]
         wanted = torch.cat(rows)[consumer.rows(batch, forward_pass)]
         some_rows = data.draw(st.integers(1, 12))
         for row in range(0, len(wanted), some_rows):
@@ -348,7 +348,7 @@ def test_prefill_scorer_selects_the_predicting_rows(data):
     for key, (text, context) in enumerate(zip(texts, contexts, strict=True)):
         expected = [logits[key][context - 1 + i].log_softmax(-1)[target].item()
                     for i, target in enumerate(text[context:])]
-        assert consumer.log_probs[key] == pytest.approx(expected)
+        assert consumer.scores[key].log_probs == pytest.approx(expected)
     assert batch.finished
 
 
@@ -369,7 +369,7 @@ def test_decode_scorer_feeds_the_continuation(data):
 
     consumer = DecodeScorer(continuations, on_logits)
     expected = {key: [] for key in continuations}
-    first = batch.batch_layout.prefill_passes - 1
+    first = batch.layout.prefill_passes - 1
     assert all(len(consumer.rows(batch, forward_pass)) == 0 for forward_pass in range(first))
     for step in range(new + 1):
         logits = torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(step))
@@ -383,7 +383,7 @@ def test_decode_scorer_feeds_the_continuation(data):
     assert batch.finished
     assert {r.key: r.generated for r in requests} == continuations
     for key, values in expected.items():
-        assert consumer.log_probs[key] == pytest.approx(values)
+        assert consumer.scores[key].log_probs == pytest.approx(values)
     assert heard == pytest.approx({(key, place): value for key, values in expected.items()
                                    for place, value in enumerate(values)})
 
@@ -412,7 +412,7 @@ def test_blocks_hold_every_request_once(lengths, size, batches, chunk):
     assert [(-len(r.prompt), r.key) for r in found] == sorted(
         (-n, key) for key, n in enumerate(lengths))
     for block in blocks:
-        assert len({batch.batch_layout.prefill_passes for batch in block}) == 1
+        assert len({batch.layout.prefill_passes for batch in block}) == 1
 
 
 @few
@@ -432,15 +432,15 @@ def test_sequences_continue_beside_new_ones(data, lengths, size, batches, chunk,
         assert len(flat) == size * batches or waiting == 0
         assert [len(batch) for batch in block[:-1]] == [most[0]] * (len(block) - 1)
         assert 0 < len(block[-1]) <= most[0] and len(block) <= most[1]
-        layout = block[0].batch_layout
+        layout = block[0].layout
         assert (layout.prefill_passes == 0) == (flat == continued)
         for batch in block:
             assert max(len(batch), *map(batch.rows, range(layout.prefill_passes + 1))) <= rows
             for sequence, one in enumerate(batch.requests):
-                was = batch.batch_layout.origin(sequence)
+                was = batch.layout.origin(sequence)
                 if was is not None:
                     assert before[was.batch].requests[was.sequence] is one
-                    assert batch.batch_layout.tokens(sequence, 1) == (
+                    assert batch.layout.tokens(sequence, 1) == (
                         len(one.prompt) + len(one.generated))
                 assert layout.new >= new[one.key] - max(0, len(one.generated) - 1)
         steps = data.draw(st.integers(1, layout.new))
@@ -459,7 +459,7 @@ def test_sequences_continue_beside_new_ones(data, lengths, size, batches, chunk,
 def test_inputs_of_each_forward_pass(lengths, chunk):
     batch = batch_of([request(k, range(100 * k, 100 * k + n)) for k, n in enumerate(lengths)],
                      chunk=chunk)
-    passes = batch.batch_layout.prefill_passes
+    passes = batch.layout.prefill_passes
     assert passes == (1 if chunk is None else math.ceil(max(lengths) / chunk))
     seen = {r.key: [] for r in batch.requests}
     for forward_pass in range(passes):
@@ -489,10 +489,10 @@ def test_inputs_of_each_forward_pass(lengths, chunk):
 @given(lengths, st.integers(1, 80), chunks)
 def test_chunks_cover_all_rows_once(lengths, most, chunk):
     batch = batch_of([request(key, [0] * n) for key, n in enumerate(lengths)], chunk=chunk)
-    for forward_pass in range(batch.batch_layout.prefill_passes):
+    for forward_pass in range(batch.layout.prefill_passes):
         found = list(batch.chunks(forward_pass, most))
         spans = [span for each in found for span in each.spans]
-        assert spans == [span for span in batch.batch_layout.spans(forward_pass) if len(span)]
+        assert spans == [span for span in batch.layout.spans(forward_pass) if len(span)]
         row = 0
         for each in found:
             held = sum(map(len, each.spans))
@@ -520,7 +520,7 @@ def test_equal_prompts_are_adjacent_and_computed_once(kinds, size, chunk):
     for batch in (batch for block in blocks for batch in block):
         unique = {tuple(request.prompt) for request in batch.requests}
         fed: dict[int, list[int]] = {lead: [] for lead in batch.duplicates}
-        for forward_pass in range(batch.batch_layout.prefill_passes):
+        for forward_pass in range(batch.layout.prefill_passes):
             ids, _ = batch.inputs(forward_pass)
             spans = list(batch.spans(forward_pass))
             assert batch.rows(forward_pass) == len(ids) == sum(map(len, spans))
@@ -530,7 +530,7 @@ def test_equal_prompts_are_adjacent_and_computed_once(kinds, size, chunk):
         assert len(fed) == len(unique)
         assert all(fed[lead] == batch.requests[place].prompt
                    for lead, places in batch.duplicates.items() for place in places)
-        forward_pass = batch.batch_layout.prefill_passes - 1
+        forward_pass = batch.layout.prefill_passes - 1
         ids, _ = batch.inputs(forward_pass)
         assert [ids[row] for row in newest_rows(batch, forward_pass)] == [
             request.prompt[-1] for request in batch.requests]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.engine import captured_step, executor, generation
-from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.blocks import Request
 from flexgen_h2o.engine.decoder import DecoderLayers
 from flexgen_h2o.engine.draft_model import new_drafter
 from flexgen_h2o.engine.speculation import LOSS_SHARE, NGRAM_SIZES, DraftAutotune, NgramDrafter

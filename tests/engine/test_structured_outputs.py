@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flexgen_h2o import LLM, Policy, StructuredOutputs
 from flexgen_h2o.commands import batch
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.blocks import Request
 from flexgen_h2o.engine.detokenization import Detokenizer
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.structured_outputs import GrammarCompiler

@@ -57,7 +57,7 @@ def test_a_text_gets_one_bos(tiny_model, tmp_path, text, special, ids):
         assert out.prompt_token_ids == ids and out.prompt == text
         blocks = llm.generate_in_blocks([text], max_new_tokens=1, add_special_tokens=special)
         assert next(iter(blocks))[0].prompt_token_ids == ids
-        assert llm.encode(text, special=special) == ids
+        assert llm.encode(text, add_special_tokens=special) == ids
         with llm.stream(max_tokens=20) as stream:
             assert stream.generate(text, max_new_tokens=1).prompt_token_ids == (
                 ids if special else llm.encode(text))

@@ -18,7 +18,7 @@ import httpx
 import torch
 
 from flexgen_h2o import LLM, H2OConfig, Policy, StructuredOutputs
-from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.blocks import Request
 from flexgen_h2o.engine.source import find_model
 from flexgen_h2o.engine.speculation import DraftAutotune
 from flexgen_h2o.engine.structured_outputs import GrammarCompiler
@@ -91,9 +91,8 @@ def _gguf_layouts(folder: Path, stack: ExitStack, every: bool) -> Target:
         path.write_bytes(raw)
         try:
             source = find_model(str(path), path=None, dtype="float32", bits="auto",
-                                device=Device(), progress=lambda done, total: None)
-            checkpoint, names = source.open(on_disk=False, seed=0, weight_cache=None,
-                                            progress=lambda done, total: None)
+                                device=Device(), weight_cache=None, progress=False)
+            checkpoint, names = source.open(on_disk=False, progress=lambda done, total: None)
             with checkpoint:
                 for name, spec in source.weights.by_name().items():
                     dtype, shape = source.weight_format.stored(spec)

@@ -13,11 +13,11 @@ import torch
 
 from flexgen_h2o import LLM
 from flexgen_h2o.cache.kv_cache import KVCache
-from flexgen_h2o.engine import exclusive, loading
+from flexgen_h2o.engine import exclusive, prepare
 from flexgen_h2o.engine import source as loader
 from flexgen_h2o.engine.decoder import DecoderLayers
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.schedule import Kind
+from flexgen_h2o.engine.schedule import Op
 from flexgen_h2o.models import quantized
 from flexgen_h2o.models.gguf import conversion as gguf_conversion
 from flexgen_h2o.models.gguf import rope as gguf_rope
@@ -43,12 +43,12 @@ def allow_forks() -> None:
 
 
 def _workspace_of(session):
-    """That of a `Stream`, or the last of an `LLM`."""
+    """That of a `StreamingSession`, or the last of an `LLM`."""
     return session._engine._spares[-1] if isinstance(session, LLM) else session._workspace
 
 
 def cache_of(session):
-    """The cache in which an `LLM` or a `Stream` has generated."""
+    """The cache in which an `LLM` or a `StreamingSession` has generated."""
     return _workspace_of(session).cache
 
 
@@ -111,7 +111,7 @@ def experts_in_slots(llm) -> set[tuple[int, int]]:
 
 
 def watch_arrivals(monkeypatch, llm) -> list[list[list[tuple[int, int]]]]:
-    """Empty the slots, and record the groups in which the experts of each layer step come.
+    """Empty the slots, and record the groups in which the experts of each unit come.
 
     Returns the list to which they are added: the keys of each group, for each step.
     """
@@ -189,8 +189,8 @@ def before(monkeypatch, owner: type, name: str, look) -> None:
 
 
 def before_logits(monkeypatch, look) -> None:
-    """Call ``look(step)`` before each step of a model's head."""
-    before(monkeypatch, Executor, "_head", lambda self, step, *_: look(step))
+    """Call ``look(action)`` before each step of a model's head."""
+    before(monkeypatch, Executor, "_head", lambda self, action, *_: look(action))
 
 
 def before_token_layers(monkeypatch, look) -> None:
@@ -201,13 +201,13 @@ def before_token_layers(monkeypatch, look) -> None:
 
 def before_early_attention(monkeypatch, look) -> None:
     """Call ``look()`` before attention starts ahead of its layer, on the CPU beside a GPU."""
-    attend = Executor._ACTIONS[Kind.ATTEND]
+    attend = Executor._METHODS[Op.ATTEND]
 
     def watched(*arguments):
         look()
         attend(*arguments)
 
-    monkeypatch.setitem(Executor._ACTIONS, Kind.ATTEND, watched)
+    monkeypatch.setitem(Executor._METHODS, Op.ATTEND, watched)
 
 
 def junk_after_tokens(monkeypatch, count: int) -> None:
@@ -241,12 +241,12 @@ def before_continued(monkeypatch, look) -> None:
 def attend_with(monkeypatch, **weights) -> None:
     """Let the attention of every decoder layer find these beside its own weights, on its device."""
     def with_more(method):
-        def wrapped(self, step, *rest):
+        def wrapped(self, action, *rest):
             held, here = self._weights, self._transfers.device.torch
             more = {name: weight.to(here) for name, weight in weights.items()}
             self._weights = SimpleNamespace(get=lambda layer: {**held.get(layer), **more})
             try:
-                return method(self, step, *rest)
+                return method(self, action, *rest)
             finally:
                 self._weights = held
 
@@ -258,19 +258,19 @@ def attend_with(monkeypatch, **weights) -> None:
 
 def open_devices(monkeypatch, make) -> None:
     """Let each `LLM` compute on a device of ``make()`` in place of the machine's."""
-    monkeypatch.setattr(loading, "open_device", lambda name: make())
+    monkeypatch.setattr(prepare, "open_device", lambda name: make())
 
 
 def change_configs(monkeypatch, change) -> None:
     """Let each `LLM` take what ``change(config)`` makes of its model's config."""
-    find_model = loading.find_model
+    find_model = prepare.find_model
 
     def changed(*arguments, **options):
         source = find_model(*arguments, **options)
         source.config = change(source.config)
         return source
 
-    monkeypatch.setattr(loading, "find_model", changed)
+    monkeypatch.setattr(prepare, "find_model", changed)
 
 
 def before_blocks(monkeypatch, look) -> None:

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
 from flexgen_h2o import LLM, H2OConfig
-from flexgen_h2o.engine.runner import Runner
+from flexgen_h2o.engine import loading
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.transformers import H2OCache, enable_h2o
 from flexgen_h2o.integrations.transformers.cache import NAME
@@ -144,7 +144,7 @@ def test_variants_equal_llm_and_the_simulation(tiny_model, name, positions):
 @pytest.mark.parametrize("key", ["opt", "llama"])
 def test_quantized_caches_equal_those_of_llm(tiny_model, monkeypatch, key, bits):
     """`LLM` smooths keys by default, which the plugin does not."""
-    monkeypatch.setattr(Runner, "_key_smoothing", lambda runner: ())
+    monkeypatch.setattr(loading, "key_smoothing", lambda runner: ())
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
     rolling = "original" if key == "opt" else "rolling"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.engine import decoder
-from flexgen_h2o.engine.batch import Batch, common_prefix
+from flexgen_h2o.engine.blocks import GPUBatch, common_prefix
 
 CACHES = {
     "windows": {},
@@ -102,15 +102,15 @@ def test_a_shared_context_is_computed_once(tiny_model, monkeypatch):
 
 def fed_rows(monkeypatch) -> list[int]:
     """Rows of each prefill from now on."""
-    fed, inputs = [], Batch.inputs
+    fed, inputs = [], GPUBatch.inputs
 
     def counted(batch, forward_pass):
         ids, positions = inputs(batch, forward_pass)
-        if batch.batch_layout.in_prefill(forward_pass):
+        if batch.layout.in_prefill(forward_pass):
             fed.append(len(ids))
         return ids, positions
 
-    monkeypatch.setattr(Batch, "inputs", counted)
+    monkeypatch.setattr(GPUBatch, "inputs", counted)
     return fed
 
 

@@ -19,10 +19,10 @@ from flexgen_h2o import LLM
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine import calibration
 from flexgen_h2o.engine import source as loader
+from flexgen_h2o.engine.args import EngineArgs
 from flexgen_h2o.engine.calibration import calibrate
-from flexgen_h2o.engine.runner import EngineArgs
 from flexgen_h2o.engine.source import find_model
-from flexgen_h2o.engine.tokenizer import Prompts
+from flexgen_h2o.engine.tokenizer import InputProcessor
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
@@ -272,13 +272,13 @@ def test_activations_that_are_not_finite_are_refused(tiny_model, tmp_path, text)
 
 def test_ranks_use_cached_calibrated_weights(words_model, tmp_path, text):
     source = find_model(words_model, path=None, dtype="float32", bits=4, device=Device(),
-                  progress=lambda done, total: None)
+                        progress=False)
     args = EngineArgs(model=words_model, offload_dir=str(tmp_path), calibration=text,
                       pipeline=object())
     with pytest.raises(UserError, match="calibration runs on one rank: load the model once"):
-        calibrate(source, Prompts(source, words_model, None), Device(), args)
+        calibrate(source, InputProcessor(source, words_model, None), Device(), args)
     load(words_model, text).close()
-    calibrate(source, Prompts(source, words_model, None), Device(), args)
+    calibrate(source, InputProcessor(source, words_model, None), Device(), args)
 
 
 def test_bos_begins_each_calibration_sequence(tiny_model, tmp_path):
@@ -289,11 +289,12 @@ def test_bos_begins_each_calibration_sequence(tiny_model, tmp_path):
     folder = with_words(tiny_model("llama").folder, tmp_path / "model")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, bos_token="w1")
     source = find_model(folder, path=None, dtype="float32", bits=4, device=Device(),
-                  progress=lambda done, total: None)
+                        progress=False)
     found = []
     for front in ("", "w1 "):
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single=f"{front}$A", special_tokens=[("w1", 1)])
         tokenizer.save_pretrained(folder)
-        found.append(Prompts(source, folder, None).windows("w5 " * 30, "text", count=2, length=12))
+        inputs = InputProcessor(source, folder, None)
+        found.append(inputs.windows("w5 " * 30, "text", count=2, length=12))
     assert found == [[[5] * 12] * 2, [[1] + [5] * 11] * 2]

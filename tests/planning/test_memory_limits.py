@@ -11,9 +11,9 @@ from helpers.error_cases import refused
 from helpers.fakes import LazyDevice
 from helpers.internals import open_devices
 
+from flexgen_h2o import llm as llm_module
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload
-from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planning.memory_plan import memory_plan
@@ -73,7 +73,7 @@ def test_a_run_over_its_limit_is_refused_before_loading(options, monkeypatch):
     def load(*_, **__):
         pytest.fail("it began to load")
 
-    monkeypatch.setattr(Runner, "load", load)
+    monkeypatch.setattr(llm_module, "load_runner", load)
     with pytest.raises(UserError, match="host memory: needs .* 100.0 MB free"):
         LLM(**options, workload=LOAD, memory_limit=10**8)
 

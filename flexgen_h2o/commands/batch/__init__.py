@@ -190,7 +190,7 @@ def _open_results(options: BatchOptions) -> Iterator[tuple[ResultsFile, ResultsF
 
 def _open_input(options: BatchOptions) -> JobInput:
     assert options.input is not None
-    with byte_bar("reading", off=None) as bar:
+    with byte_bar("reading", progress=None) as bar:
         return JobInput(options.input, progress=bar)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands.batch.flags import BatchOptions
@@ -20,40 +19,9 @@ from flexgen_h2o.requests.tokenizing import (
 
 if TYPE_CHECKING:
     from flexgen_h2o.cli.planner import Plan
-    from flexgen_h2o.engine.tokenizer import Prompts
+    from flexgen_h2o.engine.tokenizer import InputProcessor
 
 MAX_SHOWN_FAILURES = 20
-
-
-class TokenizerOnly:
-    """The tokenizer of a model and the limits of its prompts, without its weights."""
-
-    def __init__(self, prompts: Prompts, vocab_size: int):
-        self._prompts, self._vocab_size = prompts, vocab_size
-
-    @property
-    def tokenizer(self) -> Any:
-        """The transformers tokenizer, or None if the model has none."""
-        return self._prompts.tokenizer
-
-    @property
-    def chat_end_tokens(self) -> tuple[int, ...]:
-        """Token ids that end an answer in a chat."""
-        return self._prompts.chat_end_tokens
-
-    def encode(self, prompt: str | Sequence[int], *, name: int | str, new_tokens: int,
-               special: bool) -> list[int]:
-        """Return the token ids of a prompt, as `LLM.encode` does."""
-        return self._prompts.encode_checked(prompt, name, new_tokens=new_tokens, special=special)
-
-    def clamp_new_tokens(self, tokens: int, max_new_tokens: int) -> int:
-        """Return how many new tokens fit after a prompt, as `LLM.clamp_new_tokens` does."""
-        return self._prompts.clamp_new_tokens(tokens, max_new_tokens)
-
-    @property
-    def vocab_size(self) -> int:
-        """Upper bound of token ids."""
-        return self._vocab_size
 
 
 @dataclass
@@ -125,18 +93,15 @@ class InputStats:
                           *([f"and {hidden} more"] if hidden else [])])
 
 
-def load_tokenizer(config: RunConfig) -> TokenizerOnly:
-    """Load the tokenizer of a run's model. Imports torch; raises `UserError`."""
-    from flexgen_h2o.engine.progress import byte_bar
+def load_tokenizer(config: RunConfig) -> InputProcessor:
+    """Find a run's model, for its tokenizer and limits. Imports torch; raises `UserError`."""
     from flexgen_h2o.engine.source import find_model
-    from flexgen_h2o.engine.tokenizer import Prompts
+    from flexgen_h2o.engine.tokenizer import InputProcessor
     from flexgen_h2o.storage.tiers import open_device
 
-    with byte_bar("converting", off=None) as bar:
-        model = find_model(config.model, path=config.path, dtype=config.dtype,
-                           bits=config.resolved_weight_bits, device=open_device(config.device),
-                           progress=bar)
-    return TokenizerOnly(Prompts(model, config.model, config.h2o()), model.config.vocab_size)
+    model = find_model(config.model, path=config.path, dtype=config.dtype,
+                       bits=config.resolved_weight_bits, device=open_device(config.device))
+    return InputProcessor(model, config.model, config.h2o())
 
 
 def scan_input(source: JobInput, encoder: Encoder, options: BatchOptions) -> InputStats:

@@ -142,7 +142,7 @@ class BatchGenerator(Replica):
         if messages is not None and params.eos_token_id is None and llm.chat_end_tokens:
             params = replace(params, eos_token_id=llm.chat_end_tokens)
         return llm.encode(prompt, name=number, new_tokens=params.max_new_tokens,
-                          special=messages is None), params
+                          add_special_tokens=messages is None), params
 
     def _generate(self, rows: Sequence[int], prompts: Mapping[int, list[int]],
                   params: Mapping[int, SamplingParams], outputs: dict[int, Output],

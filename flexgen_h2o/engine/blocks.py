@@ -66,7 +66,7 @@ class Request:
         return self.prompt + self.generated
 
 
-class Batch:
+class GPUBatch:
     """Sequences that are computed together.
 
     Parameters
@@ -74,7 +74,7 @@ class Batch:
     index : int
         Index of the batch in its block.
     requests : sequence of Request
-    batch_layout : BatchLayout
+    layout : BatchLayout
         Lengths of the prompts, their forward passes, and the maximum number of new tokens.
     share_prompts : bool
         Compute equal prompts once, and copy their cache.
@@ -90,21 +90,21 @@ class Batch:
         sequence.
     """
 
-    def __init__(self, index: int, requests: Sequence[Request], batch_layout: BatchLayout, *,
+    def __init__(self, index: int, requests: Sequence[Request], layout: BatchLayout, *,
                  share_prompts: bool = False, share_prefixes: bool = False):
         self.index = index
         self.requests = list(requests)
-        self.batch_layout = batch_layout
+        self.layout = layout
         self.drafts: list[int] = []
         self.duplicates: dict[int, list[int]] = {}
         first: dict[object, int] = {}
         for sequence, request in enumerate(requests):
-            if batch_layout.origin(sequence) is not None:
+            if layout.origin(sequence) is not None:
                 continue
             lead = first.setdefault(request.shared if share_prompts else sequence, sequence)
             self.duplicates.setdefault(lead, []).append(sequence)
         by_prefix: dict[object, list[int]] = {}
-        share_prefixes = share_prefixes and not batch_layout.appends
+        share_prefixes = share_prefixes and not layout.appends
         for lead in self.duplicates:
             length, prompt = self.requests[lead].shared
             # A prompt that is no longer than the prefix would not have a row.
@@ -122,7 +122,7 @@ class Batch:
     def fresh(self) -> list[Request]:
         """Requests whose prompts are computed in this block."""
         return [request for sequence, request in enumerate(self.requests)
-                if self.batch_layout.origin(sequence) is None]
+                if self.layout.origin(sequence) is None]
 
     @property
     def finished(self) -> bool:
@@ -136,16 +136,16 @@ class Batch:
 
     def rows(self, forward_pass: int) -> int:
         """Return the rows of hidden states in a forward pass."""
-        if not self.batch_layout.in_prefill(forward_pass):
+        if not self.layout.in_prefill(forward_pass):
             return len(self) + len(self.drafts)
         return sum(map(len, self.spans(forward_pass)))
 
     def token(self, forward_pass: int) -> int:
         """Return the number of the first new token of a forward pass: see `BatchLayout.token`."""
-        if len(self) > 1 or self.batch_layout.in_prefill(forward_pass):
-            return self.batch_layout.token(forward_pass)
+        if len(self) > 1 or self.layout.in_prefill(forward_pass):
+            return self.layout.token(forward_pass)
         # With speculation, a forward pass may have appended several tokens.
-        origin = self.batch_layout.origin(0)
+        origin = self.layout.origin(0)
         return len(self.requests[0].generated) - (0 if origin is None else origin.generated - 1)
 
     @property
@@ -160,7 +160,7 @@ class Batch:
         These are sequences with an equal prompt or, for a common prefix, the first of each equal
         prompts.
         """
-        if span.end == self.batch_layout.lengths[span.sequence]:
+        if span.end == self.layout.lengths[span.sequence]:
             return self.duplicates[span.sequence][1:]
         return next((leads[1:] for leads, prefix in self._groups
                      if leads[0] == span.sequence and span.end == prefix), [])
@@ -170,7 +170,7 @@ class Batch:
 
         A common prefix comes once, as a part of the first prompt; then come the parts after it.
         """
-        spans = list(self.batch_layout.spans(forward_pass))
+        spans = list(self.layout.spans(forward_pass))
         for leads, prefix in self._groups:
             if prefix:
                 yield PromptChunk(leads[0], 0, prefix)
@@ -179,21 +179,21 @@ class Batch:
 
     def sampled(self, forward_pass: int) -> list[Request]:
         """Return the requests that get a token in a forward pass: in a prefill, the fresh ones."""
-        return self.fresh if self.batch_layout.in_prefill(forward_pass) else self.requests
+        return self.fresh if self.layout.in_prefill(forward_pass) else self.requests
 
     def inputs(self, forward_pass: int) -> tuple[list[int], list[int]]:
         """Return token ids and positions of the rows: of prompts, or of the newest tokens."""
-        if not self.batch_layout.in_prefill(forward_pass):
+        if not self.layout.in_prefill(forward_pass):
             token = self.token(forward_pass)
             # A finished sequence repeats its last token; the result is not used.
             ids = [request.generated[-1] for request in self.requests]
-            positions = [self.batch_layout.tokens(sequence, token) - 1
+            positions = [self.layout.tokens(sequence, token) - 1
                          for sequence in range(len(self))]
             first = positions[-1] + 1
             return ids + self.drafts, [*positions, *range(first, first + len(self.drafts))]
         ids, positions = [], []
         for span in self.spans(forward_pass):
-            prompt, past = self.requests[span.sequence].prompt, self.batch_layout.past
+            prompt, past = self.requests[span.sequence].prompt, self.layout.past
             ids += prompt[span.start - past : span.end - past]
             positions += range(span.start, span.end)
         return ids, positions
@@ -204,7 +204,7 @@ class Batch:
                    if request.rope_length is not None]
         if len(lengths) < len(self.requests):
             return None
-        if not self.batch_layout.in_prefill(forward_pass):
+        if not self.layout.in_prefill(forward_pass):
             return lengths + lengths * len(self.drafts)
         return [lengths[span.sequence] for span in self.spans(forward_pass)
                 for _ in range(len(span))]
@@ -258,14 +258,14 @@ def common_prefix(prompts: Sequence[list[int]]) -> int:
     return length if length >= SHARED_PREFIX else 0
 
 
-def next_turn(request: Request, new: int, *, past: int, chunk: int) -> Batch:
+def next_turn(request: Request, new: int, *, past: int, chunk: int) -> GPUBatch:
     """Return a batch of one sequence that continues after `past` tokens of earlier runs.
 
     The request's prompt comes in chunks of `chunk` tokens; up to `new` tokens follow.
     """
     tokens = len(request.prompt)
     passes = prefill_passes(tokens, chunk)
-    return Batch(0, [request],
+    return GPUBatch(0, [request],
                  BatchLayout((past + tokens,), new, chunk if passes > 1 else None, passes, past))
 
 
@@ -280,7 +280,7 @@ class BlockSize:
     prefill_chunk : int or None
         Tokens of a prompt in a forward pass; None: all.
     share_prompts, share_prefixes : bool
-        See `Batch`.
+        See `GPUBatch`.
     draft_tokens : int
         The most drafted tokens of a sequence in a forward pass.
     """
@@ -331,14 +331,14 @@ class BlockQueue:
         self._waiting = deque(sorted(requests, key=lambda request: (
             -self._new[request.key].bit_length(), -len(request.prompt),
             first[request.shared] if size.share_prompts else 0, request.key)))
-        self._block: list[Batch] = []
+        self._block: list[GPUBatch] = []
 
     @property
     def left(self) -> bool:
         """True if some request has not finished."""
         return bool(self._waiting) or not all(batch.finished for batch in self._block)
 
-    def next(self) -> list[Batch]:
+    def next(self) -> list[GPUBatch]:
         """Form the next block: unfinished requests of the last one, and waiting requests.
 
         The last block may be partial.
@@ -357,14 +357,14 @@ class BlockQueue:
                   for request in requests + fresh)
         self._block = []
         for group in _groups(requests + fresh, self.size.gpu_batch_size):
-            batch_layout = BatchLayout(
+            layout = BatchLayout(
                 tuple(len(request.prompt) for request in group), new, chunk if passes > 1 else None,
                 passes, limits=tuple(self._new[request.key] for request in group),
                 continued=tuple(continued.get(request.key) for request in group),
                 evicts=self.evicts, draft_tokens=self.size.draft_tokens)
-            self._block.append(Batch(len(self._block), group, batch_layout,
-                                     share_prompts=self.size.share_prompts,
-                                     share_prefixes=self.size.share_prefixes))
+            self._block.append(GPUBatch(len(self._block), group, layout,
+                                        share_prompts=self.size.share_prompts,
+                                        share_prefixes=self.size.share_prefixes))
         return self._block
 
     def halve(self) -> bool:

@@ -1,4 +1,4 @@
-"""Stream: a text of unlimited length in one cache, turn after turn."""
+"""StreamingSession: a text of unlimited length in one cache, turn after turn."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from flexgen_h2o.cache.layout import CacheSize, slots_of
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import mix_seed, sampling_params
 from flexgen_h2o.config.validation import check_arguments, check_bool, check_int
-from flexgen_h2o.engine.batch import Request, next_turn
+from flexgen_h2o.engine.blocks import Request, next_turn
 from flexgen_h2o.engine.exclusive import CallLock, ExclusiveResource, exclusive
-from flexgen_h2o.engine.runner import Runner
+from flexgen_h2o.engine.generation import Engine
 from flexgen_h2o.engine.sampling import LogitsConsumer
 from flexgen_h2o.engine.scoring import DecodeScorer
-from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.batch_layout import BatchLayout
@@ -25,7 +24,6 @@ from flexgen_h2o.h2o.budget import num_cached
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.positions import check_stream
 from flexgen_h2o.outputs import Output
-from flexgen_h2o.planning.memory_plan import MemoryCheck
 
 CHUNK = 256
 """Tokens of a turn that are computed together, unless the policy has a `prefill_chunk`."""
@@ -44,7 +42,7 @@ class Streamer(Protocol):
         """Receive the end of an answer, after its last token."""
 
 
-class Stream(ExclusiveResource):
+class StreamingSession(ExclusiveResource):
     """A text that turns are appended to. The cache keeps its contents between turns.
 
     With eviction, the cache and the time of a token stay constant. A turn is computed in chunks,
@@ -53,13 +51,9 @@ class Stream(ExclusiveResource):
 
     Parameters
     ----------
-    runner : Runner
-        Computes in chunks, see `Runner.with_prefill_chunk`.
-    prompts : Prompts
-    memory : MemoryCheck
-        Memory check of the runner's model.
+    engine : Engine
     call_lock : CallLock
-        Lock of the LLM, which the stream shares.
+        Lock of the LLM, which the session shares.
     max_tokens : int or None
         Maximum number of tokens of the whole text. None: no limit.
     past_context : bool
@@ -75,25 +69,29 @@ class Stream(ExclusiveResource):
 
     owner: object = None
 
-    def __init__(self, runner: Runner, prompts: Prompts, memory: MemoryCheck,
-                 call_lock: CallLock, *, max_tokens: int | None, past_context: bool):
+    def __init__(self, engine: Engine, call_lock: CallLock, *, max_tokens: int | None,
+                 past_context: bool):
         if max_tokens is not None:
             check_int("max_tokens", max_tokens, ge=1)
         check_bool("past_context", past_context)
-        policy, cache = runner.args.policy, runner.args.cache
-        self._h2o = runner.h2o
+        policy = engine.runner.args.policy
+        if policy.speculate is not None:
+            raise UserError("a stream does not draft tokens: leave the policy's speculate out")
         self._chunk = policy.prefill_chunk or CHUNK
+        runner = engine.runner.with_prefill_chunk(self._chunk)
+        self._h2o = runner.h2o
         self._limit = check_stream(runner.config, self._h2o, chunk=self._chunk,
                                    max_tokens=max_tokens, past_context=past_context)
         self._layers = runner.cached_config.num_layers
-        self._runner, self._prompts, self.call_lock = runner, prompts, call_lock
+        self._runner, self._inputs, self._outputs = runner, engine.inputs, engine.outputs
+        self.call_lock = call_lock
         self._past = 0  # tokens that have been computed
         self._pending: list[int] = []  # the newest token, which has not
         self._turns = 0
         self.stats: RunStats | None = None
         layout = BatchLayout((max_tokens or _UNLIMITED,), 0)
         slots = slots_of(layout.sizes, self._h2o, self._layers)
-        memory.check_fits(policy, cache, Workload(
+        engine.memory.check_fits(runner.args.policy, runner.args.cache, Workload(
             prompt_len=self._chunk, gen_len=max(1, max(slots) - self._chunk + 1),
             gpu_batch_size=1, num_gpu_batches=1), loaded_bytes=runner.loaded_bytes)
         workspace = runner.workspace(WorkspaceSize(CacheSize(1, 1, slots), self._chunk))
@@ -154,14 +152,14 @@ class Stream(ExclusiveResource):
         if streamer is not None:
             on_token = lambda request: streamer.put(  # noqa: E731
                 torch.tensor(request.generated[-1:]))
-        sampler = self._prompts.generation({self._turns: params}, on_token=on_token)
+        sampler = self._outputs.sampler({self._turns: params}, on_token=on_token)
         if streamer is not None:
             streamer.put(torch.tensor([ids]))
         self._run(request, params.max_new_tokens - 1, sampler)
         if streamer is not None:
             streamer.end()
         self._turns += 1
-        return self._prompts.output(turn, ids, request)
+        return self._outputs.output(request, turn, ids)
 
     @exclusive
     def loglikelihood(self, text: str | Sequence[int]) -> list[float]:
@@ -185,7 +183,7 @@ class Stream(ExclusiveResource):
             request, continuation = Request(0, [first]), following
         scorer = DecodeScorer({0: continuation})
         self._run(request, len(continuation) - 1, scorer)
-        return scorer.log_probs[0]
+        return scorer.scores[0].log_probs
 
     def _check_open(self) -> None:
         if self._workspace is None:
@@ -195,8 +193,8 @@ class Stream(ExclusiveResource):
         self._check_open()
         limit, reason = self._limit
         remaining = None if limit is None else limit - self.tokens
-        return self._prompts.encode(text, self._turns, special=self.tokens == 0,
-                                    limit=(remaining, f"the {remaining} that are left of {reason}"))
+        return self._inputs.encode(text, self._turns, add_special_tokens=self.tokens == 0,
+                                   limit=(remaining, f"the {remaining} that are left of {reason}"))
 
     def _check_length(self, new: int) -> None:
         """Raise `UserError` if `new` more tokens exceed the limit."""
