@@ -45,10 +45,10 @@ from gpu_comparison import (
     run_steps,
 )
 from gpu_kernels import (
-    BRAIN,
+    BF16,
     DECODES,
     GPU,
-    HALF,
+    FP16,
     MATRICES,
     PREFILLS,
     SELECTIONS,
@@ -144,14 +144,14 @@ def copy_rate() -> float:
 
 def gemm_rate() -> float:
     """Return the float16 FLOP per second of a large matmul."""
-    a, b = normal(2, 8192, 8192, dtype=HALF)
+    a, b = normal(2, 8192, 8192, dtype=FP16)
     return 2 * 8192**3 / timed([lambda: a @ b], 7) * 1e3
 
 
-def steps(rows: GpuRows, brain: bool, reserve: float = COMPARISON) -> list[CheckStep]:
+def steps(rows: GpuRows, bfloat16: bool, reserve: float = COMPARISON) -> list[CheckStep]:
     """Return the steps about kernels in order, checks first.
 
-    `brain` includes bfloat16; timings leave `reserve` seconds.
+    `bfloat16` says whether to check it too; timings leave `reserve` seconds.
     """
     rates: dict[str, float] = {}
 
@@ -159,27 +159,27 @@ def steps(rows: GpuRows, brain: bool, reserve: float = COMPARISON) -> list[Check
         torch.cuda.empty_cache()
         rates.update(copy=copy_rate(), gemm=gemm_rate())
         rows.add("time", "copy", "read and written", "uint8", rates["copy"] / 1e9, "GB/s")
-        rows.add("time", "GEMM", "8192 x 8192 x 8192", HALF, rates["gemm"] / 1e12, "TFLOP/s")
+        rows.add("time", "GEMM", "8192 x 8192 x 8192", FP16, rates["gemm"] / 1e12, "TFLOP/s")
 
     check_steps = [CheckStep("check", "groups", lambda: check_groups(rows))]
     for check, name, cases in ((check_selection, "select", SELECTIONS),
                                (check_decode, "decode", DECODES),
                                (check_prefill, "prefill", PREFILLS)):
         check_steps += [CheckStep("check", name, partial(check, rows, *case)) for case in cases
-                        if brain or case[0] != BRAIN]
+                        if bfloat16 or case[0] != BF16]
     check_steps += [CheckStep("check", "product",
                               partial(check_matrix, rows, case))
-                    for case in MATRICES if brain or case[0] != BRAIN]
+                    for case in MATRICES if bfloat16 or case[0] != BF16]
     check_steps.append(CheckStep("check", "unpack", lambda: check_rows(rows)))
     check_steps += [CheckStep("check", "recall",
                               partial(check_recall, rows, case))
-                    for case in RECALLS if brain or case[0] != BRAIN]
+                    for case in RECALLS if bfloat16 or case[0] != BF16]
     check_steps.append(CheckStep("check", "fast set", lambda: check_claims(rows)))
     timings: list[tuple[str, Callable[[], None]]] = [("rates", measure_rates)]
     for shape in ((64, 1024, 16, 0.7), (1, 32768, 16, 0.5), (64, 1024, 8, 0.7), (64, 1024, 4, 0.7)):
         timings.append((
             "decode", lambda shape=shape: time_decode(rows, timed, rates["copy"], *shape)))
-    for dtype in (HALF, BRAIN)[: 1 + brain]:
+    for dtype in (FP16, BF16)[: 1 + bfloat16]:
         timings.append(("prefill", lambda dtype=dtype: time_prefill(rows, timed, rates["gemm"],
                                                                     dtype)))
     timings += [("select", lambda: time_selection(rows, timed, rates["copy"])),
@@ -193,7 +193,7 @@ def checked(number: int) -> list[dict]:
     """Run the check of a number in its own process, and return its rows."""
     torch.manual_seed(torch.seed() % 2**32)  # new inputs every time
     rows = GpuRows()
-    step = steps(rows, has_brain())[number]
+    step = steps(rows, has_bfloat16())[number]
     try:
         with torch.inference_mode():
             step.call()
@@ -202,7 +202,7 @@ def checked(number: int) -> list[dict]:
     return rows.rows
 
 
-def has_brain() -> bool:
+def has_bfloat16() -> bool:
     """Return whether the GPU supports bfloat16."""
     return torch.cuda.get_device_capability()[0] >= 8
 
@@ -265,7 +265,7 @@ def main() -> None:
 def run_all(rows: GpuRows, deadline: Deadline, kernels: Path, reserve: float,
             only: Collection[str] | None) -> None:
     """Check and time the kernels, or `only` some steps; timings leave `reserve` seconds."""
-    numbered = dict(enumerate(steps(rows, has_brain(), reserve)))
+    numbered = dict(enumerate(steps(rows, has_bfloat16(), reserve)))
     numbered = {number: step for number, step in numbered.items()
                 if only is None or step.name in {"rates", *only}}
     checks = {number: step for number, step in numbered.items() if step.kind == "check"}

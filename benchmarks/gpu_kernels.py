@@ -21,7 +21,7 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 
-HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 GPU = "cuda"
 
 
@@ -39,29 +39,29 @@ class Product(NamedTuple):
 
 # Every value of each field, not every tuple: widths of published models, and some odd ones.
 MATRICES = [
-    Product(HALF, 1, 16384, 4096, "4 bits", True, False),
-    Product(HALF, 1, 4096, 16384, "8 bits", False, True),
-    Product(BRAIN, 2, 50272, 768, "4 bits", False, False),
-    Product(FULL, 1, 3072, 768, "4 bits", True, True),
-    Product(HALF, 3, 5632, 2048, "4 bits", False, True),
-    Product(HALF, 16, 11008, 4096, "8 bits", True, True),
-    Product(BRAIN, 16, 4096, 11008, "4 bits", True, False),
-    Product(HALF, 64, 16384, 4096, "4 bits", True, True),
-    Product(HALF, 50, 1001, 1003, "8 bits", False, False),
-    Product(FULL, 13, 3072, 770, "8 bits", True, True),
-    Product(HALF, 65, 16384, 4096, "4 bits", True, False),
-    Product(BRAIN, 200, 1001, 1003, "8 bits", True, True),
-    Product(BRAIN, 130, 4096, 11008, "4 bits", False, True),
-    Product(HALF, 300, 11008, 4096, "4 bits", True, False),
-    Product(HALF, 999, 4096, 11008, "8 bits", True, False),
-    Product(FULL, 300, 768, 3072, "4 bits", False, True),
-    Product(BRAIN, 600, 1001, 1003, "8 bits", True, True),
-    Product(HALF, 1, 16384, 4096, "12 bits", True, False),
-    Product(BRAIN, 7, 1001, 1003, "12 bits", False, True),
-    Product(BRAIN, 65, 4096, 11008, "12 bits", True, True),
-    Product(FULL, 3, 3072, 770, "12 bits", True, False),
-    Product(BRAIN, 4, 5760, 2880, "MXFP4", True, False),
-    Product(HALF, 300, 1001, 1003, "MXFP4", False, True),
+    Product(FP16, 1, 16384, 4096, "4 bits", True, False),
+    Product(FP16, 1, 4096, 16384, "8 bits", False, True),
+    Product(BF16, 2, 50272, 768, "4 bits", False, False),
+    Product(FP32, 1, 3072, 768, "4 bits", True, True),
+    Product(FP16, 3, 5632, 2048, "4 bits", False, True),
+    Product(FP16, 16, 11008, 4096, "8 bits", True, True),
+    Product(BF16, 16, 4096, 11008, "4 bits", True, False),
+    Product(FP16, 64, 16384, 4096, "4 bits", True, True),
+    Product(FP16, 50, 1001, 1003, "8 bits", False, False),
+    Product(FP32, 13, 3072, 770, "8 bits", True, True),
+    Product(FP16, 65, 16384, 4096, "4 bits", True, False),
+    Product(BF16, 200, 1001, 1003, "8 bits", True, True),
+    Product(BF16, 130, 4096, 11008, "4 bits", False, True),
+    Product(FP16, 300, 11008, 4096, "4 bits", True, False),
+    Product(FP16, 999, 4096, 11008, "8 bits", True, False),
+    Product(FP32, 300, 768, 3072, "4 bits", False, True),
+    Product(BF16, 600, 1001, 1003, "8 bits", True, True),
+    Product(FP16, 1, 16384, 4096, "12 bits", True, False),
+    Product(BF16, 7, 1001, 1003, "12 bits", False, True),
+    Product(BF16, 65, 4096, 11008, "12 bits", True, True),
+    Product(FP32, 3, 3072, 770, "12 bits", True, False),
+    Product(BF16, 4, 5760, 2880, "MXFP4", True, False),
+    Product(FP16, 300, 1001, 1003, "MXFP4", False, True),
 ]
 CACHED = 200_000_000
 """Bytes of weights to rotate through: several times the L2 cache."""
@@ -111,7 +111,7 @@ def check_rows(rows) -> None:
                                   (1001, 1003, "12 bits"), (1001, 1003, "MXFP4")):
         weight = matrix(outputs, inputs, form)
         row_ids = torch.randint(outputs, (700,), device=GPU)
-        for dtype in (HALF, FULL):
+        for dtype in (FP16, FP32):
             right = reference_matrix.unpack_rows(weight.data, weight.layout, row_ids, dtype)
             wrong = (ops.unpack_rows(weight, row_ids, dtype) != right).sum().item()
             rows.add("check", "unpack", f"700 of {outputs} x {inputs}, {form}", dtype, wrong,
@@ -138,45 +138,45 @@ def time_matrices(rows, timed: Callable[[list[Callable]], float], rate: float,
         shape = f"{count} x {inputs} x {outputs}"
         base = timed([lambda w=w, x=x: F.linear(x, w) for w in plain])
         roofline = max((plain[0].nbytes + x.nbytes + out.nbytes) / rate, work) * 1e3
-        rows.add("time", "cuBLAS", shape, HALF, base, "ms", roofline_ms=roofline)
+        rows.add("time", "cuBLAS", shape, FP16, base, "ms", roofline_ms=roofline)
         for form, weights in quantized.items():
             seconds = timed([lambda w=w, x=x, out=out: ops.linear_quantized(x, w, None, out)
                              for w in weights])
             goal = 1.15 if count > 64 else 0.5 if count <= 16 and form == "4 bits" else None
             roofline = max((weights[0].data.nbytes + x.nbytes + out.nbytes) / rate, work) * 1e3
-            rows.add("time", "product", f"{shape}, {form}", HALF, seconds, "ms",
+            rows.add("time", "product", f"{shape}, {form}", FP16, seconds, "ms",
                      limit=goal and goal * base, roofline_ms=roofline)
 
 
-BOUND = {HALF: 3e-3, BRAIN: 2e-2, FULL: 2e-5}
+BOUND = {FP16: 3e-3, BF16: 2e-2, FP32: 2e-5}
 """Bounds of the relative error of outputs, by dtype."""
-SCORES_BOUND = {HALF: 2e-3, BRAIN: 2e-3, FULL: 2e-5}
+SCORES_BOUND = {FP16: 2e-3, BF16: 2e-3, FP32: 2e-5}
 
 # dtype, head_dim, group, bits, rotary dimensions, slots: every value, not every tuple.
 DECODES = [
-    (HALF, 128, 1, 16, 0, 1024), (HALF, 64, 4, 16, 0, 1000), (BRAIN, 80, 1, 16, 0, 513),
-    (BRAIN, 96, 8, 16, 0, 2048), (HALF, 256, 8, 16, 0, 777), (BRAIN, 128, 4, 16, 128, 1024),
-    (HALF, 80, 1, 16, 20, 600), (HALF, 128, 1, 4, 0, 1024), (BRAIN, 128, 4, 4, 0, 1024),
-    (BRAIN, 64, 8, 8, 0, 640), (HALF, 96, 1, 8, 0, 900), (BRAIN, 256, 1, 4, 0, 300),
-    (HALF, 80, 4, 4, 80, 511), (FULL, 128, 1, 16, 0, 700), (FULL, 64, 4, 16, 64, 700),
-    (BRAIN, 128, 1, 16, 0, 32768), (HALF, 128, 8, 16, 0, 32768), (BRAIN, 128, 4, 16, 128, 20000),
+    (FP16, 128, 1, 16, 0, 1024), (FP16, 64, 4, 16, 0, 1000), (BF16, 80, 1, 16, 0, 513),
+    (BF16, 96, 8, 16, 0, 2048), (FP16, 256, 8, 16, 0, 777), (BF16, 128, 4, 16, 128, 1024),
+    (FP16, 80, 1, 16, 20, 600), (FP16, 128, 1, 4, 0, 1024), (BF16, 128, 4, 4, 0, 1024),
+    (BF16, 64, 8, 8, 0, 640), (FP16, 96, 1, 8, 0, 900), (BF16, 256, 1, 4, 0, 300),
+    (FP16, 80, 4, 4, 80, 511), (FP32, 128, 1, 16, 0, 700), (FP32, 64, 4, 16, 64, 700),
+    (BF16, 128, 1, 16, 0, 32768), (FP16, 128, 8, 16, 0, 32768), (BF16, 128, 4, 16, 128, 20000),
 ]
 # dtype, head_dim, group, decay, rows of each sequence, keys of each.
 PREFILLS = [
-    (HALF, 128, 1, 1.0, [4096], [4096]), (BRAIN, 128, 4, 0.98, [4096, 77, 1, 2049], None),
-    (HALF, 64, 8, 1.0, [1025, 3000], None), (BRAIN, 80, 1, 1.0, [2048], None),
-    (HALF, 96, 4, 0.9, [1500, 600], [1500, 4096]), (BRAIN, 256, 1, 1.0, [1100], None),
-    (FULL, 128, 1, 1.0, [1024], None), (HALF, 128, 4, 0.98, [512, 1], [4096, 4000]),
+    (FP16, 128, 1, 1.0, [4096], [4096]), (BF16, 128, 4, 0.98, [4096, 77, 1, 2049], None),
+    (FP16, 64, 8, 1.0, [1025, 3000], None), (BF16, 80, 1, 1.0, [2048], None),
+    (FP16, 96, 4, 0.9, [1500, 600], [1500, 4096]), (BF16, 256, 1, 1.0, [1100], None),
+    (FP32, 128, 1, 1.0, [1024], None), (FP16, 128, 4, 0.98, [512, 1], [4096, 4000]),
 ]
 # dtype, head_dim, bits, length, heavy, recent, mean.
 SELECTIONS = [
-    (HALF, 128, 16, 32768, 1024, 128, False), (BRAIN, 64, 4, 4096, 409, 409, True),
-    (HALF, 96, 8, 20000, 8192, 1000, False), (BRAIN, 256, 16, 131072, 8192, 64, True),
-    (FULL, 80, 16, 777, 100, 600, False), (HALF, 80, 4, 1000, 0, 200, False),
+    (FP16, 128, 16, 32768, 1024, 128, False), (BF16, 64, 4, 4096, 409, 409, True),
+    (FP16, 96, 8, 20000, 8192, 1000, False), (BF16, 256, 16, 131072, 8192, 64, True),
+    (FP32, 80, 16, 777, 100, 600, False), (FP16, 80, 4, 1000, 0, 200, False),
 ]
 
 
-def normal(*shape: int, dtype=FULL) -> torch.Tensor:
+def normal(*shape: int, dtype=FP32) -> torch.Tensor:
     return torch.randn(shape, device=GPU).to(dtype)
 
 
@@ -288,7 +288,7 @@ def check_selection(rows, dtype, dim, bits, length, heavy, recent, mean) -> None
 
 
 def check_groups(rows) -> None:
-    for dtype in (HALF, BRAIN, FULL):
+    for dtype in (FP16, BF16, FP32):
         for dim in (64, 80, 96, 128, 256):
             for bits in (8, 4):
                 layout = GroupLayout(dim, bits)
@@ -305,12 +305,12 @@ def check_groups(rows) -> None:
 def time_decode(rows, timed: Callable[..., float], rate: float, sequences: int, slots: int,
                 bits: int, goal: float) -> None:
     layout = CacheLayout.from_bits(128, bits)
-    cases = [decode_case(HALF, 128, 1, bits, 0, slots, sequences=sequences, kv_heads=32, free=0)
+    cases = [decode_case(FP16, 128, 1, bits, 0, slots, sequences=sequences, kv_heads=32, free=0)
              for _ in range(2)]
     milliseconds = timed([lambda case=case: ops.decode_attention(**case) for case in cases])
     roofline = cases[0]["slots"].nbytes / rate * 1e3
     shape = f"batch {sequences}, 32 heads, d 128, {slots} slots, {bits} bits"
-    rows.add("time", "decode", shape, HALF, milliseconds, "ms", roofline_ms=roofline,
+    rows.add("time", "decode", shape, FP16, milliseconds, "ms", roofline_ms=roofline,
              limit=roofline / goal if layout is None else None)
 
 
@@ -334,15 +334,15 @@ def time_selection(rows, timed: Callable[..., float], rate: float) -> None:
     length, heavy, kv_heads = 32768, 1024, 32
     key_value_bytes = 2 * length * kv_heads * 128 * 2
     sequences = max(1, min(8, torch.cuda.mem_get_info()[0] // (2 * key_value_bytes)))
-    k, v = normal(2, sequences * length, kv_heads, 8, dtype=HALF).repeat(1, 1, 1, 16)
+    k, v = normal(2, sequences * length, kv_heads, 8, dtype=FP16).repeat(1, 1, 1, 16)
     scores = torch.rand(kv_heads, sequences * length, device=GPU) ** 4
     shape = (sequences, kv_heads, heavy)
     state = EvictionState(Eviction(), torch.empty(shape, device=GPU),
                           torch.empty(shape, dtype=torch.int32, device=GPU))
-    slots = torch.empty((2, *shape, 128), dtype=HALF, device=GPU)
+    slots = torch.empty((2, *shape, 128), dtype=FP16, device=GPU)
     cuts = [Cut(length, heavy, 0)] * sequences
     milliseconds = timed([lambda: ops.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots,
                                                            state=state)])
     roofline = (scores.nbytes + slots.nbytes) / rate * 1e3
-    rows.add("time", "select", f"batch {sequences}, {kv_heads} heads, {heavy} of {length}", HALF,
+    rows.add("time", "select", f"batch {sequences}, {kv_heads} heads, {heavy} of {length}", FP16,
              milliseconds, "ms", limit=2 * roofline, roofline_ms=roofline)

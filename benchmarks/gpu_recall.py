@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from gpu_kernels import BOUND, BRAIN, FULL, GPU, HALF, error
+from gpu_kernels import BOUND, BF16, FP32, GPU, FP16, error
 from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import CacheLayout, IndexLayout, split_slots
@@ -35,9 +35,9 @@ class RecallCase(NamedTuple):
 
 # Every value of each field, not every tuple.
 RECALLS = [
-    RecallCase(HALF, 128, 4, 16, 4, 8192, False), RecallCase(BRAIN, 64, 1, 16, 4, 3000, True),
-    RecallCase(HALF, 80, 1, 4, 4, 700, True), RecallCase(BRAIN, 96, 8, 8, 2, 20000, False),
-    RecallCase(FULL, 256, 1, 16, 4, 999, True), RecallCase(BRAIN, 128, 8, 4, 2, 40000, True),
+    RecallCase(FP16, 128, 4, 16, 4, 8192, False), RecallCase(BF16, 64, 1, 16, 4, 3000, True),
+    RecallCase(FP16, 80, 1, 4, 4, 700, True), RecallCase(BF16, 96, 8, 8, 2, 20000, False),
+    RecallCase(FP32, 256, 1, 16, 4, 999, True), RecallCase(BF16, 128, 8, 4, 2, 40000, True),
 ]
 SEQUENCES, KV_HEADS = 4, 8
 LENGTH = 8192
@@ -155,7 +155,7 @@ def check_claims(rows) -> None:
             origin = selected.long()[None, ..., None].expand(2, -1, -1, -1, 128)
             wrong += (fast.gather(3, place).cpu() != host_cache.gather(3, origin)).sum().item()
         wrong += sum((x.cpu() != theirs[name]).sum().item() for name, x in ours.items())
-        rows.add("check", "fast set", f"{top_k} of {tokens} tokens, {slots} slots", HALF, wrong,
+        rows.add("check", "fast set", f"{top_k} of {tokens} tokens, {slots} slots", FP16, wrong,
                  "differences", limit=0)
 
 
@@ -171,7 +171,7 @@ class FastSteps:
         self._metadata = metadata_of(LENGTH, count, sequences)
         self._places = torch.stack((torch.full_like(self._metadata[0], slots), self._metadata[1]))
         self._set = claims(sequences * kv_heads, LENGTH, slots)
-        self._fast = torch.empty((2, sequences, kv_heads, slots + 1, 128), dtype=HALF, device=GPU)
+        self._fast = torch.empty((2, sequences, kv_heads, slots + 1, 128), dtype=FP16, device=GPU)
         self._query = cache.q.float()
         self.loads: list[Tensor] = []
 
@@ -197,7 +197,7 @@ class FastSteps:
 def time_recall(rows, timed: Callable[..., float], rate: float) -> None:
     """Time attention by recall and over the full cache, with the cache on the GPU and the host."""
     shape = f"batch {SEQUENCES}, {KV_HEADS} KV heads of 4, d 128, {LENGTH} tokens"
-    caches = {place: [make_cache(RecallCase(HALF, 128, 4, 16, 4, LENGTH, place == "host"),
+    caches = {place: [make_cache(RecallCase(FP16, 128, 4, 16, 4, LENGTH, place == "host"),
                                  SEQUENCES, KV_HEADS) for _ in range(2)]
               for place in ("device", "host")}
     metadata = torch.tensor([[LENGTH], [LENGTH + 1], [0], [0]], device=GPU).int().repeat(
@@ -205,7 +205,7 @@ def time_recall(rows, timed: Callable[..., float], rate: float) -> None:
     cache_sample = caches["device"][0]
     landing = torch.empty_like(cache_sample.slots)
     link = timed([lambda: landing.copy_(caches["host"][0].slots, non_blocking=True)], 7)
-    rows.add("time", "link", "host to device", HALF, landing.nbytes / link / 1e6, "GB/s")
+    rows.add("time", "link", "host to device", FP16, landing.nbytes / link / 1e6, "GB/s")
 
     def full(cache: Recalled) -> Tensor:
         held = cache.slots
@@ -215,13 +215,13 @@ def time_recall(rows, timed: Callable[..., float], rate: float) -> None:
 
     for place, of_place in caches.items():
         there = landing.nbytes / rate * 1e3 if place == "device" else link
-        rows.add("time", "decode", f"{shape}, {place}", HALF,
+        rows.add("time", "decode", f"{shape}, {place}", FP16,
                  timed([partial(full, cache) for cache in of_place], 15), "ms",
                  roofline_ms=there)
         for share in (0.2, 0.05):
             count = round(share * LENGTH)
             selected = metadata_of(LENGTH, count, SEQUENCES)
-            rows.add("time", "recall", f"{shape}, {place}, {share:.0%}", HALF,
+            rows.add("time", "recall", f"{shape}, {place}, {share:.0%}", FP16,
                      timed([partial(step, cache, selected, count) for cache in of_place], 15),
                      "ms", roofline_ms=cache_sample.index.nbytes / rate * 1e3 + share * there)
             if place == "host":
@@ -230,5 +230,5 @@ def time_recall(rows, timed: Callable[..., float], rate: float) -> None:
                 least = (1 - steps.hits()) * share * link + (
                     cache_sample.index.nbytes + share * landing.nbytes) / rate * 1e3
                 rows.add("time", "fast set",
-                         f"{shape}, {place}, {share:.0%}, {steps.hits():.1%} held", HALF, seconds,
+                         f"{shape}, {place}, {share:.0%}, {steps.hits():.1%} held", FP16, seconds,
                          "ms", roofline_ms=least)

@@ -22,7 +22,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -413,61 +413,6 @@ OPERATIONS = {"decode": decode, "prefill": prefill, "select": select, "groups": 
               "recall": recall}
 
 
-@dataclass(frozen=True)
-class Goal:
-    """The goal for a column of a row: a lower bound, or with `is_limit` an upper bound.
-
-    There is one for CPUs without AMX, and one for CPUs with it.
-    """
-
-    operation: str
-    shape: str
-    contestant: str
-    column: str
-    plain: float
-    amx: float
-    is_limit: bool = False
-
-
-FOUR_BITS = {1: (4.0, 3.2), 4: (2.5, 3.0), 16: (1.7, 2.5), 32: (1.0, 1.5), 64: (1.0, 1.2),
-             256: (1.0, 0.95), 1024: (1.0, 0.95)}
-"""By rows: speedup over PyTorch with 16 bits, without and with AMX."""
-GOALS = (
-    *(Goal("linear", f"{rows} x ", OURS_4, "speedup_over_plain", *goals)
-      for rows, goals in FOUR_BITS.items()),
-    *(Goal("linear", f"{rows} x ", OURS, "share_of_roofline", 0.85, 0.85)
-      for rows in (1, 2, 4, 8, 16)),
-    *(Goal("prefill", shape, OURS, "over_sdpa", 0.3, 1.5, is_limit=True)
-      for shape in ("batch 4", "batch 1")),
-    Goal("decode", "batch 16, 32 KV heads, 205 slots", OURS, "share_of_roofline", 0.8, 0.8),
-    Goal("recall", "batch 4, 8 KV heads, 8192 slots", "recall 20%, 4 bits", "speedup_over_plain",
-         2.5, 2.5),
-)
-
-
-def goal_lines(rows: Sequence[dict], isa: str) -> Iterator[str]:
-    """Yield a line for each goal that a run has a row of.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        Rows of `TimedRows`.
-    isa : str
-        The instruction set of the run.
-    """
-    for goal in GOALS:
-        for row in rows:
-            if (row["operation"], row["contestant"]) != (goal.operation, goal.contestant) or (
-                    not row["shape"].startswith(goal.shape)):
-                continue
-            target = goal.amx if isa.startswith("amx") else goal.plain
-            value = row[goal.column]
-            reached = value <= target if goal.is_limit else value >= target
-            sign, said = "<=" if goal.is_limit else ">=", "reached" if reached else "not reached"
-            yield (f"goal  {goal.operation:8} {row['shape']:33} {goal.contestant:13} "
-                   f"{goal.column:18} {value:.2f} {sign} {target:g}: {said}")
-
-
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -500,8 +445,6 @@ def main() -> None:
         options = {"counts": args.rows} if name == "linear" else {}
         OPERATIONS[name](rows, args.quick, **options)
         rows.write(out)
-    for line in goal_lines(rows.rows, cpu_library.instruction_set()):
-        print(line)
     draw(rows.rows, plot, machine)
 
 

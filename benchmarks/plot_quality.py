@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plotting import Row, beside, distinct, entitle, log_numbers, measured_where, positive
+from plotting import Row, beside, distinct, entitle, measured_where, positive
 
 from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout
 from flexgen_h2o.config.limits import GROUP_SIZE, INDEX_TILE
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.figures import COLOURS, new_figure
+from flexgen_h2o.metrics.figures import COLOURS, log_scale, new_figure
 
 NEEDED = ("date", "commit", "host", "model", "dtype", "articles", "prompt_tokens_mean", "policy",
           "variant", "budget_percent", "cache_bits", "cached_tokens_mean",
@@ -111,10 +111,10 @@ def draw(rows: Sequence[Row]):
             axes.plot([getattr(point, name) for point in policy_points],
                       [100 * (max(point.over, _GOOD) - 1) for point in policy_points], label=called,
                       color=COLOURS[colour], marker=marker, linestyle=line)
-        axes.set(xlabel=label, xlim=(0, None), yscale="log")
+        axes.set(xlabel=label, xlim=(0, None))
         axes.grid(color="0.9")
     panels[0].set_ylabel("perplexity over the full cache's, % more")
-    log_numbers(panels[0].yaxis, [100 * ratio for ratio in over])
+    log_scale(panels[0], [100 * ratio for ratio in over])
     beside(figure, *panels[0].get_legend_handles_labels())
     first = rows[0]
     notes = ["In numbers of 16 bits but where fewer are named; keys, values and index, without "

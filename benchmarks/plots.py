@@ -1,16 +1,13 @@
 r"""Draw figures of what the benchmarks and the engine have written. Nothing is measured here.
 
-RESULTS is the folder of a machine, such as benchmarks/results/epyc-avx512bf16:
-
-    python benchmarks/plots.py systems --csv RESULTS/compare_cpu.csv --out systems.png
     python benchmarks/plots.py summary --csv benchmarks/results/xeon-amx/compare_limited.csv \
         --gguf benchmarks/results/xeon-amx/gguf_decode.csv \
         --quality benchmarks/results/quality/check_quality.csv --out docs/images/speed.png
     python benchmarks/plots.py quality --csv benchmarks/results/quality/quality.csv --out q.png
 
-`systems` reads rows of compare.py; `summary`, the figure of README.md, also rows of
-studies/gguf_decode.py and check_quality.py; `quality` rows of studies/quality.py. The suffix of
---out chooses the format: .png, .svg or .pdf.
+`summary`, the figure of README.md, reads rows of compare.py, studies/gguf_decode.py and
+check_quality.py; `quality` rows of studies/quality.py. The suffix of --out chooses the format:
+.png, .svg or .pdf.
 """
 
 from __future__ import annotations
@@ -21,20 +18,12 @@ from collections.abc import Sequence
 
 import plot_quality
 import plot_summary
-import plot_systems
-from comparison import BEST, EQUAL
 from plotting import chosen, read_rows, slide_style
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.metrics.figures import check_plot, save
-
-
-def systems(args: argparse.Namespace):
-    """Throughput by system, with rooflines."""
-    rows = chosen(read_rows(args.csv, plot_systems.NEEDED), args.only)
-    return plot_systems.draw(rows, scenarios=args.scenario, at=args.at)
 
 
 def summary(args: argparse.Namespace):
@@ -50,7 +39,7 @@ def quality(args: argparse.Namespace):
     return plot_quality.draw(chosen(rows, args.only))
 
 
-FIGURES = {draw.__name__: draw for draw in (systems, summary, quality)}
+FIGURES = {draw.__name__: draw for draw in (summary, quality)}
 """Subcommand to the function that returns a matplotlib figure. They raise `UserError`."""
 
 
@@ -67,11 +56,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
                              nargs="+" if name == "quality" else None)
         command.add_argument("--only", action="append", default=[], metavar="COLUMN=VALUE",
                              help="draw only rows with this value; may be repeated")
-    added["systems"].add_argument("--scenario", nargs="+", default=[], metavar="NAME",
-                                  help="only these scenarios, in this order")
-    added["systems"].add_argument(
-        "--at", choices=(BEST, EQUAL), help="each system at its own best batch size, or all at the "
-        "same one (default: best where it was measured)")
     added["summary"].add_argument("--gguf", required=True, metavar="FILE",
                                   help="rows of studies/gguf_decode.py")
     added["summary"].add_argument("--quality", required=True, metavar="FILE",

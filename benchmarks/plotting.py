@@ -42,26 +42,6 @@ def beside(figure, handles: Sequence, labels: Sequence[str]) -> None:
     figure.legend(handles, labels, loc="outside right center", frameon=False, handlelength=3)
 
 
-def log_numbers(axis, values: Sequence[float], *, base: int = 10) -> None:
-    """Label a logarithmic axis with plain numbers: powers, or also 2 and 5 if there are few.
-
-    Parameters
-    ----------
-    axis : matplotlib Axis
-        With a logarithmic scale.
-    values : sequence of float
-        Plotted values, above 0.
-    base : int
-        10 or 2.
-    """
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    narrow = base == 10 and max(values) < 50 * min(values)
-    axis.set_major_locator(LogLocator(base=base, subs=(1, 2, 5) if narrow else (1,), numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
 Row = Mapping[str, str]
 _MAX_NAMED = 3  # of hosts or commits in a caption
 
@@ -133,7 +113,7 @@ def measured_where(rows: Sequence[Mapping]) -> str:
              _some(rows, "device", "device {}"),
              " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",
              _some(rows, "version", "flexgen_h2o {}"), _some(rows, "commit", "commit {}"),
-             _some(rows, "torch", "torch {}"), _packages(rows)]
+             _some(rows, "torch", "torch {}")]
     return ", ".join(part for part in parts if part) or "machine unknown"
 
 
@@ -142,12 +122,3 @@ def _some(rows: Sequence[Mapping], name: str, form: str = "{}") -> str:
     others = len(values) - _MAX_NAMED
     shown = "/".join(values[:_MAX_NAMED]) + (f" and {others} more" if others > 0 else "")
     return form.format(shown) if values else ""
-
-
-def _packages(rows: Sequence[Mapping]) -> str:
-    """Return the packages of a comparison's `versions`, without this engine."""
-    pairs: dict[str, None] = {}
-    for text in distinct(rows, "versions"):
-        words = text.split()
-        pairs |= dict.fromkeys(map(" ".join, zip(words[::2], words[1::2], strict=False)))
-    return ", ".join(pair for pair in pairs if not pair.startswith("flexgen_h2o "))

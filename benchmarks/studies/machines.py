@@ -1,16 +1,14 @@
-"""Throughput of replicas and pipelines over several processes or machines.
+"""Throughput of replicas and pipelines over several processes of this machine.
 
     python benchmarks/studies/machines.py
 
-Measured rows are of the commands in docs/several-machines.md on this machine, with one thread for
-each process, compared with linear scaling. Simulated rows are of clusters of configs/hardware/ by
-the planner's cost model; each row has its assumptions.
+A job of `batch` runs in one process, and as pipelines and replicas of 2 (and 4, on as many CPUs),
+with one thread for each process. Time starts when the first process has loaded.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import random
@@ -25,20 +23,12 @@ from pathlib import Path
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
-from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import check_header, write_csv
+from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.files.writing import check_folder
 from flexgen_h2o.metrics.provenance import ORIGIN, cpu_model, origin
-from flexgen_h2o.models.registry import published
-from flexgen_h2o.planning.hardware import load_hardware
-from flexgen_h2o.planning.pipeline import Network, search_pipeline
-from flexgen_h2o.planning.search import PlanCandidate, PlanRequest, search
-from flexgen_h2o.storage.free_memory import MemoryLimits
 
-KINDS = ("measured", "simulated")
 COLUMNS = (
     "kind", *ORIGIN, "cpu", "cpus", "threads", "repeats", "conditions", "hardware",
     "network_gb_per_s", "network_latency_us", "way", "processes", "model", "cache", "prompts",
@@ -46,101 +36,10 @@ COLUMNS = (
     "weights_disk", "cache_gpu", "cache_cpu", "cache_disk", "bound_prefill", "bound_decode",
     "tokens_per_s", "least_tokens_per_s", "most_tokens_per_s", "ideal_tokens_per_s",
     "share_of_ideal", "sent_bytes_per_token", "times_the_other", "wins", "reason", "assumed")
+"""Of these, `ideal_tokens_per_s` is the rate of one process times their number. `hardware`,
+`network_*`, placements, bounds, `wins` and `assumed` are empty."""
 
-
-HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
-PIPELINE, REPLICAS = "pipeline", "replicas"
-CACHES = {"full": CacheOptions(),
-          "H2O 20 %": CacheOptions(H2OConfig(heavy_ratio=0.1, recent_ratio=0.1))}
-ASSUMED = ("each machine is a GPU and a host of its own as in the hardware file; hidden states "
-           "have the network for themselves and travel while ranks compute; weights and cache in "
-           "16 bits; replicas share the prompts equally; loading is left out")
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Machines of a hardware file, connected by an assumed network."""
-
-    hardware: str
-    machines: int
-    network: Network
-
-
-CLUSTERS = (Cluster("t4", 4, Network(1.25e9, 100e-6)),  # 10 Gbit/s Ethernet
-            Cluster("a100", 8, Network(12.5e9, 30e-6)))  # 100 Gbit/s
-MODELS = ("facebook/opt-30b", "facebook/opt-175b")
-LENGTHS = (512, 128)
-PROMPTS = (32, 256, 2048)
-"""Prompts of the whole job; a few do not fill a block of each replica."""
-
-
-def simulated_rows(clusters: Sequence[Cluster] = CLUSTERS, models: Sequence[str] = MODELS,
-                   prompts: Sequence[int] = PROMPTS, lengths: tuple[int, int] = LENGTHS
-                   ) -> Iterator[dict[str, object]]:
-    """Yield rows of the pipeline and of replicas for each cluster, model, cache and job."""
-    for cluster in clusters:
-        for model in models:
-            for cache in CACHES:
-                for count in prompts:
-                    yield from pair(cluster, model, cache, count, lengths)
-
-
-def pair(cluster: Cluster, model: str, cache: str, prompts: int, lengths: tuple[int, int]
-         ) -> list[dict[str, object]]:
-    """Return the rows of both ways to run a job; the faster one `wins`."""
-    hardware = load_hardware(HARDWARE / f"{cluster.hardware}.yaml")
-    limits = MemoryLimits(hardware.gpu_bytes, hardware.cpu_bytes, hardware.disk_bytes)
-    shape = published(model)
-    if shape is None:
-        raise UserError(f"{model} is no published shape")
-
-    def request(count: int) -> PlanRequest:
-        return PlanRequest(model=shape, prompt_len=lengths[0], gen_len=lengths[1], itemsize=2,
-                           prompts=count, caches=(CACHES[cache],))
-
-    def best(way: str) -> PlanCandidate:
-        if way == PIPELINE:
-            return search_pipeline(hardware, request(prompts), cluster.machines, limits,
-                                cluster.network)[0].choice
-        return search(hardware, request(-(-prompts // cluster.machines)), limits)[0]
-
-    rows = []
-    for way in (PIPELINE, REPLICAS):
-        row = {"kind": "simulated", "way": way, "processes": cluster.machines, "model": model,
-               "cache": cache, "prompts": prompts, "prompt_len": lengths[0],
-               "gen_len": lengths[1], "hardware": hardware.name,
-               "network_gb_per_s": cluster.network.bytes_per_second / 1e9,
-               "network_latency_us": cluster.network.latency * 1e6, "assumed": ASSUMED}
-        try:
-            row |= _figures(best(way), prompts)
-        except UserError as error:
-            row["reason"] = str(error)
-        if way == PIPELINE:
-            # Hidden states of the prompt and of all new tokens except the last, for each rank
-            # but the last; tokens to all other ranks.
-            positions = lengths[0] + lengths[1] - 1
-            row["sent_bytes_per_token"] = (cluster.machines - 1) * (
-                shape.hidden_size * 2 * positions / lengths[1] + 8)
-        rows.append(row)
-    rates = [row.get("tokens_per_s", 0) for row in rows]
-    for row, rate, other in zip(rows, rates, reversed(rates), strict=True):
-        row["wins"] = str(rate > other).lower()
-        row["times_the_other"] = rate / other if rate and other else None
-    return rows
-
-
-def _figures(choice: PlanCandidate, prompts: int) -> dict[str, object]:
-    """Return the columns of the best policy: its rate and placement."""
-    policy = choice.run.policy
-    return {"tokens_per_s": prompts * choice.run.workload.gen_len / choice.seconds,
-            "gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches,
-            **{f"{kind}_{tier}": getattr(getattr(policy, kind), tier)
-               for kind in ("weights", "cache") for tier in ("gpu", "cpu", "disk")},
-            "bound_prefill": choice.estimate.prefill.binding,
-            "bound_decode": choice.estimate.step.binding}
-
-
-ONE = "one process"
+ONE, PIPELINE, REPLICAS = "one process", "pipeline", "replicas"
 _FLAGS = {ONE: (), PIPELINE: ("--pipeline-parallel", "{}"), REPLICAS: ("--data-parallel",)}
 _SENT = re.compile(r"^sent to next rank +([\d.]+) GB", re.MULTILINE)
 
@@ -236,48 +135,18 @@ def measured_rows(job: MeasuredJob, repeats: int, conditions: str, *, cpus: int,
             "sent_bytes_per_token": statistics.median(rate.sent_bytes for rate in all_rates)}
 
 
-def kept(path: Path, kinds: Sequence[str]) -> list[dict[str, object]]:
-    """Return the rows of a file of other kinds. Raises `UserError` for other columns."""
-    if not path.exists():
-        return []
-    check_header(path, COLUMNS, flag="--out")
-    with path.open(newline="", encoding="utf-8") as file:
-        return [dict(row) for row in csv.DictReader(file) if row["kind"] not in kinds]
-
-
-def shown(row: dict[str, object]) -> str:
-    """Return a row as a line of text."""
-    rate = row.get("tokens_per_s")
-    words = f"{rate:9.2f} tokens/s" if rate else str(row["reason"])
-    where = row.get("hardware") or "measured"
-    return (f"{where:24} {row['model']:18} {row['cache']:9} {row['prompts']:5} prompts  "
-            f"{row['way']:11} x {row['processes']}  {words}")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/machines.csv"))
-    parser.add_argument("--only", choices=KINDS, help="measure only these rows and keep the others")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--conditions", default="", help="text for the measured rows")
+    parser.add_argument("--conditions", default="", help="other load of the machine")
     args = parser.parse_args(argv)
     check_int("--repeats", args.repeats, ge=1)
     check_folder("--out", str(args.out.parent), [str(args.out)])
-    kinds = (args.only,) if args.only else KINDS
-    table = kept(args.out, kinds)
-    if "measured" in kinds:
-        for row in measured_rows(MeasuredJob(), args.repeats, args.conditions,
-                                 cpus=len(os.sched_getaffinity(0))):
-            table.append(row)
-            print(shown(row), flush=True)
-    if "simulated" in kinds:
-        print(f"assumed: {ASSUMED}")
-        for row in simulated_rows():
-            table.append(origin() | row)
-            print(shown(row), flush=True)
-    table.sort(key=lambda row: KINDS.index(str(row["kind"])))
-    write_csv(args.out, COLUMNS, table)
+    rows = measured_rows(MeasuredJob(), args.repeats, args.conditions,
+                         cpus=len(os.sched_getaffinity(0)))
+    write_csv(args.out, COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,8 @@ INPUT = ["--input-path", "a.jsonl"]
 
 @pytest.mark.parametrize(("name", "flags", "words"), [
     ("links", [], "--model"),
-    ("plots", ["systems", "--csv", "no.csv", "--out", "a.png"], "cannot read --csv no.csv"),
-    ("plots", ["systems", "--csv", "no.csv", "--out", "a.txt"], "--out must name"),
-    ("studies/analyze", [*INPUT, "--output-dir", "out"], "cannot read --input-path"),
-    ("studies/analyze", [*INPUT, "--output-dir", "out", "--budgets", "5", "--only", "scores"],
-     "--budgets has no effect"),
+    ("plots", ["quality", "--csv", "no.csv", "--out", "a.png"], "cannot read --csv no.csv"),
+    ("plots", ["quality", "--csv", "no.csv", "--out", "a.txt"], "--out must name"),
     ("studies/machines", ["--repeats", "0"], "--repeats must be at least 1"),
     ("studies/quality", [*INPUT, "--budgets", "101"], "--budgets must be at most 100"),
     ("studies/quality", [*INPUT, "--csv", "./a.jsonl"], "name the same file"),

@@ -13,11 +13,11 @@ def gpu_check():
         yield found.gpu_check
 
 
-@pytest.mark.parametrize("brain", [True, False])
-def test_every_kernel_is_checked_before_any_is_timed(gpu_check, monkeypatch, brain):
+@pytest.mark.parametrize("bfloat16", [True, False])
+def test_every_kernel_is_checked_before_any_is_timed(gpu_check, monkeypatch, bfloat16):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
-    steps = gpu_check.steps(gpu_check.GpuRows(), brain)
+    steps = gpu_check.steps(gpu_check.GpuRows(), bfloat16)
     kinds = [step.kind for step in steps]
     assert kinds == sorted(kinds)  # checks, then times
     checked = {step.name for step in steps if step.kind == "check"}
@@ -27,5 +27,5 @@ def test_every_kernel_is_checked_before_any_is_timed(gpu_check, monkeypatch, bra
     assert all(step.reserve == gpu_check.COMPARISON for step in steps if step.kind == "time")
     every = [*gpu_check.DECODES, *gpu_check.PREFILLS, *gpu_check.SELECTIONS,
              *gpu_check.MATRICES, *gpu_check.RECALLS]
-    kept = [case for case in every if brain or case[0] != torch.bfloat16]
+    kept = [case for case in every if bfloat16 or case[0] != torch.bfloat16]
     assert kinds.count("check") == len(kept) + 3

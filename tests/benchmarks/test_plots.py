@@ -1,4 +1,4 @@
-"""benchmarks/plots.py: each figure is drawn."""
+"""benchmarks/plots.py: the figure of quality."""
 
 from __future__ import annotations
 
@@ -16,21 +16,6 @@ def write_csv(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def system_row(columns, system: str, rate: float | None = None, **others) -> dict[str, str]:
-    """A row of a comparison: its roofline is twice as fast."""
-    row = dict.fromkeys(columns, "") | {
-        "date": "2026-11-21T10:00:00+00:00", "host": "box", "cpu": "a CPU", "threads": "2",
-        "version": "0.1.0", "commit": "abc1234", "scenario": "small", "model": "opt-1.3b",
-        "dtype": "bfloat16", "prompt_len": "512", "gen_len": "9", "memory_gb": "2.5",
-        "system": system, "documented": "README.md, --percent auto", "at": "best", "batch": "4",
-        "status": "ok", "projected": "False", "versions": "flexgen_h2o 0.1.0 torch 2.13.0"}
-    if rate is not None:
-        total = 4 * 9 / rate
-        row |= {"tokens_per_s": str(rate), "prefill_roofline_s": str(total / 4),
-                "decode_step_roofline_s": str(total / 4 / 8)}
-    return row | others
-
-
 def quality_row(policy: str, budget: float, over: float) -> dict[str, str]:
     """A row of the quality task: 100 prompt tokens, 100 that follow; 150 are cached on average."""
     row = {"date": "2026-11-21T10:00:00+00:00", "commit": "abc1234", "host": "box", "model": "m",
@@ -40,18 +25,11 @@ def quality_row(policy: str, budget: float, over: float) -> dict[str, str]:
     return {name: str(value) for name, value in row.items()}
 
 
-def test_every_figure_is_drawn_by_its_name(tmp_path):
-    """Of systems that ran, that ran out of memory and that did not start."""
-    with benchmark_modules("plots", "comparison") as bench:
-        columns = bench.comparison.COLUMNS
-        systems = write_csv(tmp_path / "systems.csv", [
-            system_row(columns, "slow", 0.5, projected="True"), system_row(columns, "h2o", 8),
-            system_row(columns, "big", status="out of memory", reason="killed at the limit"),
-            system_row(columns, "absent", status="refused", reason="x is not installed")])
+def test_quality_figure_is_drawn_from_several_files(tmp_path):
+    with benchmark_modules("plots") as bench:
         quality = write_csv(tmp_path / "quality.csv", [
             quality_row("full", 100, 1), quality_row("recall", 20, 1.04)])
-        for name, flags in (("systems", [systems, "--scenario", "small", "--at", "best"]),
-                            ("quality", [quality, quality, "--only", "articles=30"])):
-            out = tmp_path / f"{name}.svg"
-            bench.plots.main([name, "--csv", *flags, "--out", str(out)])
-            assert out.read_bytes().startswith(b"<?xml")
+        out = tmp_path / "quality.svg"
+        bench.plots.main(["quality", "--csv", quality, quality, "--only", "articles=30",
+                          "--out", str(out)])
+        assert out.read_bytes().startswith(b"<?xml")
