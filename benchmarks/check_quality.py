@@ -27,18 +27,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from articles import compare_to_full, read_articles
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.h2o import BUILT_IN
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.files.rows import CsvWriter, format_cell, report_partial_rows
 from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.metrics.provenance import cpu_model, origin
 from flexgen_h2o.metrics.report import align_columns
-from flexgen_h2o.metrics.statistics import compare_to_full
 
 TEXTS = "benchmarks/data/articles.jsonl"
 CALIBRATION = "benchmarks/data/calibration.txt"  # not a text that is scored
@@ -76,7 +75,6 @@ class Mode:
 
     Attributes
     ----------
-    name : str
     arguments : mapping
         Keywords of `LLM`.
     bounds : mapping
@@ -137,12 +135,7 @@ def modes() -> list[Mode]:
 
 
 class Distributions:
-    """The reference's distribution at each scored token, and how another mode's differs from it.
-
-    Parameters
-    ----------
-    texts : int
-    """
+    """The reference's distribution at each scored token, and how another mode's differs from it."""
 
     def __init__(self, texts: int):
         self._ids = torch.zeros(texts, SCORED, TOP, dtype=torch.int64)

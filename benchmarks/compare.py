@@ -63,14 +63,7 @@ GROWTH = 1.25
 
 
 class Cells:
-    """Measure the cells that a table lacks.
-
-    Parameters
-    ----------
-    config : Comparison
-    table : Table
-    run_job : RunJob
-    """
+    """Measure the cells that a table lacks."""
 
     def __init__(self, config: Comparison, table: Table, run_job: RunJob):
         self._config, self._table, self._run_job = config, table, run_job

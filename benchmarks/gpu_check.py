@@ -36,6 +36,7 @@ from pathlib import Path
 
 import torch
 from compare import summary
+from csv_files import write_csv
 from gpu_comparison import (
     CheckStep,
     Deadline,
@@ -47,8 +48,8 @@ from gpu_comparison import (
 from gpu_kernels import (
     BF16,
     DECODES,
-    GPU,
     FP16,
+    GPU,
     MATRICES,
     PREFILLS,
     SELECTIONS,
@@ -68,7 +69,6 @@ from gpu_recall import RECALLS, check_claims, check_recall, time_recall
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.disk_cache import cache_dir
-from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.metrics.provenance import source_commit
 
 COLUMNS = ("date", "commit", "host", "device", "torch", "triton", "kind", "operation", "shape",

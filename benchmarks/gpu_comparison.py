@@ -161,10 +161,7 @@ def compare(path: Path, checkpoint: WrittenModel, deadline: Deadline,
 
     A system without time left has a row that says so. `run` runs a job like `run_job`.
 
-    Raises
-    ------
-    UserError
-        The model is missing, or the machine's rates cannot be measured.
+    Raises `UserError` if the model is missing, or the machine's rates cannot be measured.
     """
     checkpoint.ready(deadline.left() - MIN_SECONDS)
     config = load(CONFIG, models=checkpoint.folder.parent)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from gpu_kernels import BOUND, BF16, FP32, GPU, FP16, error
+from gpu_kernels import BF16, BOUND, FP16, FP32, GPU, error
 from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import CacheLayout, IndexLayout, split_slots

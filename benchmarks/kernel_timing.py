@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from csv_files import write_csv
 
 from flexgen_h2o.config.cache_layout import IndexLayout
-from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library

@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from csv_files import write_csv
 
 from flexgen_h2o.cache.layout import Capacity, SlotLayout
 from flexgen_h2o.cache.tiers import FetchedTier
@@ -40,7 +41,6 @@ from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.metrics.trace import GB, LinkStats, Trace
@@ -96,10 +96,7 @@ def chosen_layers(layers: Sequence[dict], size: Callable[[object], int], nbytes:
 class Weights:
     """The weight store of some decoder layers of a model, all of them on disk.
 
-    Raises
-    ------
-    UserError
-        The folder holds no model, or its tensors cannot be read in place.
+    Raises `UserError` if the folder holds no model, or its tensors cannot be read in place.
     """
 
     def __init__(self, folder: Path, transfers: Transfers, nbytes: int, *, all_tensors: bool):

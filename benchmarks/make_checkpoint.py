@@ -117,10 +117,8 @@ def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0,
          layers: int | None = None) -> None:
     """Write config.json and model.safetensors; the folder appears whole or not at all.
 
-    Raises
-    ------
-    UserError
-        The shape or dtype is unknown, or the folder or leftovers of an earlier run exist.
+    Raises `UserError` if the shape or dtype is unknown, or the folder or leftovers of an earlier
+    run exist.
     """
     exists = "exists: remove it or choose another --out"
     if out.exists():

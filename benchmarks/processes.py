@@ -35,15 +35,12 @@ _LIMITS = ("memory.limit_in_bytes", "memory.max")  # of version 1, of version 2
 class MemoryGroup:
     """A memory cgroup (v1 or v2), removed when the context ends.
 
+    Raises `UserError` if there is no memory controller, or it needs root.
+
     Parameters
     ----------
     limit : int
         Bytes of memory, page cache included.
-
-    Raises
-    ------
-    UserError
-        There is no memory controller, or it needs root.
     """
 
     def __init__(self, limit: int):
@@ -139,6 +136,8 @@ TUNED = ("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:"
 def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratch: Path) -> dict:
     """Run a job of `worker.py` in a process with a memory limit and a timeout.
 
+    Raises `UserError` if no memory cgroup can be made.
+
     Parameters
     ----------
     job : dict
@@ -159,11 +158,6 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
     -------
     dict
         `status`, with a `reason` or the results of the worker, and `page_cache`.
-
-    Raises
-    ------
-    UserError
-        No memory cgroup can be made.
     """
     dropped = drop_page_cache()
     scratch.mkdir(parents=True, exist_ok=True)
@@ -254,7 +248,6 @@ def run_engine(config: RunConfig, *, timeout: float | None = None) -> Outcome:
 
     Parameters
     ----------
-    config : RunConfig
     timeout : float, optional
         Seconds until the run is stopped.
     """

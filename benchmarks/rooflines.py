@@ -87,7 +87,6 @@ def rooflines(work: WorkAmount, rates: Mapping[str, float], memory: int | None,
 
     Parameters
     ----------
-    work : WorkAmount
     rates : dict
         Bytes per second of `disk`, of the compute device's `memory` and, with a GPU, of the `link`
         from host memory; FLOP per second of `gemm`.

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from csv_files import ResumableCsv
 from msgspec import Meta
 from processes import OK, Outcome, run_engine
 from tqdm import tqdm
@@ -36,7 +37,7 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name, load_yaml
 from flexgen_h2o.config.validation import Count, StrictStruct, check_int, validate
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import ResumableCsv, format_flag_value, report_partial_rows
+from flexgen_h2o.files.rows import format_flag_value, report_partial_rows
 from flexgen_h2o.metrics.provenance import origin
 from flexgen_h2o.metrics.report import align_columns
 from flexgen_h2o.metrics.trace import GB
@@ -121,17 +122,13 @@ class _SweepFile(StrictStruct):
 def load(path: Path, *, models: Path) -> Sweep:
     """Read and check a file.
 
+    Raises `UserError` if the file cannot be read, a key is unknown, a value is invalid, or the
+    flags of a cell contradict each other.
+
     Parameters
     ----------
-    path : Path
     models : Path
         Folder that is searched for the model.
-
-    Raises
-    ------
-    UserError
-        The file cannot be read, a key is unknown, a value is invalid, or the flags of a cell
-        contradict each other.
     """
     file = validate(_SweepFile, load_yaml(path), str(path))
     base = file.base
@@ -160,8 +157,7 @@ class _Value:
 
 
 def _axis(name: str, spec: object) -> list[_Value]:
-    """Return the values of a grid key: a list for a flag, names with flags for a label.
-    """
+    """Return the values of a grid key: a list for a flag, names with flags for a label."""
     is_flag = name in {spec.name for spec in fields(RunConfig)}
     if not spec or not isinstance(spec, (list, dict)):
         raise UserError(f"grid: {name} takes a list of values" if is_flag else

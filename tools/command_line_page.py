@@ -23,9 +23,10 @@ HEAD = """\
 Every command is `flexgen-h2o NAME` or `python -m flexgen_h2o NAME`, and has `--help` (the common
 flags), `--help-all` and `--version`. `flexgen-h2o` with flags alone is `generate`, as is
 `python -m flexgen_h2o.flex_opt`; torchrun starts `-m flexgen_h2o.batch`. Flags that
-FlexGen or the H2O repository also have keep their names. `summarize` and `stream` also take
-underscores for dashes. A size is a number of bytes, or `6GB`, `500MB`, `1.5GiB`. The script that
-`flexgen-h2o --print-completion bash` (`zsh`, `tcsh`) prints completes all of this in a shell.
+FlexGen or the H2O repository also have keep their names. A flag may have underscores for dashes;
+`--model-name` is `--model`, `--batch-size` `--gpu-batch-size`, `--fetch-chosen` `--selective-fetch`
+and `--fast-set` `--hot-set`. A size is a number of bytes, or `6GB`, `500MB`, `1.5GiB`. The script
+that `flexgen-h2o --print-completion bash` (`zsh`, `tcsh`) prints completes all of this in a shell.
 
 `tools/command_line_page.py` makes this page from the tables that parse the flags."""
 
@@ -56,8 +57,8 @@ def row(action: argparse.Action) -> str:
     # A bar would end the table's cell.
     value = str(action.metavar or action.dest.upper()).replace("|", "/")
     value = {"?": f" [{value}]", "+": f" {value} ..."}.get(action.nargs, f" {value}")
-    also = [name for name in action.option_strings[1:] if "_" not in name]
-    shown = ", ".join(f"`{flag}`" for flag in (action.option_strings[0] + value, *also))
+    name, *also = action.option_strings
+    shown = ", ".join(f"`{flag}`" for flag in (name + value, *also))
     return f"| {shown} | {default.removesuffix(')')} | {words.replace('_DUMMY_', '`_DUMMY_`')} |"
 
 

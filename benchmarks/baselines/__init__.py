@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.config.validation import validate
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics import provenance
 
@@ -33,7 +34,6 @@ class BaselineSettings:
         Length of the longest prompt, and tokens to generate.
     scratch : str
         Folder for offloaded data; the caller removes it.
-    mean_prompt_len : float
     device_memory : int or None
         Bytes of GPU memory that it may allocate; the worker enforces it.
     options : mapping
@@ -71,6 +71,8 @@ class Baseline(ABC):
         Documentation of the settings that are used.
     options : mapping of str to object
         Its options and their defaults.
+    kinds : mapping of str to type
+        Types of options, for `config.validation.validate`.
     warms : bool
         Whether a first call of `generate` is a warm-up.
     same_load : bool
@@ -87,6 +89,7 @@ class Baseline(ABC):
 
     documented: str
     options: Mapping[str, Any] = {}
+    kinds: Mapping[str, Any] = {}
     warms = True
     same_load = True
     environment: str | None = None
@@ -133,13 +136,16 @@ class Baseline(ABC):
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of the system `name`, with defaults.
 
-        Raises `UserError` for an unknown option.
+        Raises `UserError` for an unknown option or an invalid value.
         """
         unknown = sorted(set(options) - set(cls.options))
         if unknown:
             known = ", ".join(cls.options) or "none"
             raise UserError(f"system {name}: unknown option {unknown[0]!r} (it takes: {known})")
-        return {**cls.options, **options}
+        settings = {**cls.options, **options}
+        for option, kind in cls.kinds.items():
+            validate(kind, settings[option], f"system {name}: {option}")
+        return settings
 
 
 def missing(package: str, extra: str, environment: str | None = None) -> str | None:

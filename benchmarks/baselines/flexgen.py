@@ -17,7 +17,7 @@ from typing import Any
 
 from baselines import Baseline, BaselineSettings, Timings, installed, missing, no_cuda
 from baselines.ours import ratio_of_text
-from flexgen_h2o.config.validation import check_int, check_number
+from flexgen_h2o.config.validation import Count, Fraction
 from flexgen_h2o.errors import UserError
 
 LIMITED = """
@@ -48,16 +48,9 @@ class FlexGen(Baseline):
 
     documented = "https://github.com/FMInference/FlexLLMGen#readme"
     options: Mapping[str, Any] = {"flags": "--percent 0 100 100 0 100 0", "num_gpu_batches": 1}
+    kinds: Mapping[str, Any] = {"flags": str, "num_gpu_batches": Count}
     warms = False
     _model = ""
-
-    @classmethod
-    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        settings = super().check(name, options)
-        check_int(f"system {name}: num_gpu_batches", settings["num_gpu_batches"], ge=1)
-        if not isinstance(settings["flags"], str):
-            raise UserError(f"system {name}: flags must be text, got {settings['flags']!r}")
-        return settings
 
     def refusal(self) -> str | None:
         return no_cuda() or missing("flexgen", "bench-flexgen")
@@ -119,17 +112,12 @@ class H2OFork(FlexGen):
 
     documented = "https://github.com/FMInference/H2O/tree/main/h2o_flexgen#readme"
     options: Mapping[str, Any] = {**FlexGen.options, "path": None, "cache_share": 0.2}
+    kinds: Mapping[str, Any] = {**FlexGen.kinds, "cache_share": Fraction}
 
     def __init__(self, settings: BaselineSettings):
         super().__init__(settings)
         path = settings.options["path"]
         self._path = None if path is None else Path(os.path.expanduser(path))
-
-    @classmethod
-    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        settings = super().check(name, options)
-        check_number(f"system {name}: cache_share", settings["cache_share"], gt=0, le=1)
-        return settings
 
     def refusal(self) -> str | None:
         if self._path is None:

@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from baselines import Baseline, BaselineSettings, Timings, installed, missing
-from flexgen_h2o.config.validation import check_choice, check_int
+from flexgen_h2o.config.validation import NonNegative
 from flexgen_h2o.models.registry import from_transformers
 
 if TYPE_CHECKING:
@@ -129,9 +129,6 @@ class TransformersMemory(HuggingFaceBaseline):
         return f"weights in memory of {near}, sdpa"
 
 
-ACCELERATE_TIERS = ("disk", "cpu")
-
-
 def device_map(model, layers: int, *, near: str, far: str, near_layers: int = 0
                ) -> dict[str, str]:
     """Return a device map: decoder layers on `far`, except the first `near_layers`."""
@@ -162,13 +159,7 @@ class AccelerateOffload(HuggingFaceBaseline):
 
     documented = "https://huggingface.co/docs/accelerate/usage_guides/big_modeling"
     options: Mapping[str, Any] = {"offload": "disk", "near_layers": 0}
-
-    @classmethod
-    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        settings = super().check(name, options)
-        check_choice(f"system {name}: offload", settings["offload"], ACCELERATE_TIERS)
-        check_int(f"system {name}: near_layers", settings["near_layers"], ge=0)
-        return settings
+    kinds: Mapping[str, Any] = {"offload": Literal["disk", "cpu"], "near_layers": NonNegative}
 
     def refusal(self) -> str | None:
         return missing("accelerate", "bench-accelerate")
@@ -192,16 +183,12 @@ class AccelerateOffload(HuggingFaceBaseline):
         return f"decoder layers {but}on {far}, the rest on {near}"
 
 
-DEEPSPEED_TIERS = ("cpu", "nvme")
-
-
 def zero_config(settings: BaselineSettings, *, hidden: int, largest: int, pinned: bool
                 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration for inference: parameters are fetched layer by layer.
 
     Parameters
     ----------
-    settings : BaselineSettings
     hidden, largest : int
         The model's hidden size, and the number of elements of its largest parameter.
     pinned : bool
@@ -237,14 +224,9 @@ class DeepSpeedZero(HuggingFaceBaseline):
 
     documented = "https://www.deepspeed.ai/2022/09/09/zero-inference.html"
     options: Mapping[str, Any] = {"offload": "cpu"}
+    kinds: Mapping[str, Any] = {"offload": Literal["cpu", "nvme"]}
     _engine = None
     _config_reference = None
-
-    @classmethod
-    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        settings = super().check(name, options)
-        check_choice(f"system {name}: offload", settings["offload"], DEEPSPEED_TIERS)
-        return settings
 
     @classmethod
     def limited_after_load(cls, options: Mapping[str, Any]) -> bool:

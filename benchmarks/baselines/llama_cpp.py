@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta
 
 from baselines import Baseline, BaselineSettings, Timings, installed, missing
-from flexgen_h2o.config.validation import check_bool, check_choice, check_int
+from flexgen_h2o.config.validation import Count
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.gguf.architectures import ARCHITECTURES
 from flexgen_h2o.models.model_config import ModelConfig
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
 N_BATCH, PADDED = 2048, 256
 """Tokens of a call (llama.cpp's default), and the multiple of a sequence's capacity."""
 PROBE_TOKENS, PROBE_STEPS, PROBES = 16, 4, 2
+BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "F32": 16}
+"""Matrix types and nominal bits; 16 means the scenario's dtype.
+
+Q4_0 has a float16 scale for 32 weights (4.5 bits in all), Q4_1 also a float16 minimum (5 bits). The
+engine's 4-bit groups have both for 64 weights (4.5 bits).
+"""
 _HEARD = (3, 4)  # levels of log messages: warnings and errors
 
 
@@ -57,6 +64,10 @@ class LlamaCpp(Baseline):
                   "token_generation_performance_tips.md")
     options: Mapping[str, Any] = {"weights": "Q4_0", "threads": None, "n_ubatch": 512,
                                   "flash_attention": True, "repack": True}
+    kinds: Mapping[str, Any] = {
+        "weights": Literal[tuple(BITS)], "threads": Count | None,
+        "n_ubatch": Annotated[int, Meta(ge=1, le=N_BATCH)], "flash_attention": bool,
+        "repack": bool}
     same_load = False  # the cache depends on the batch size
     _repack, _flash_attention = "use_extra_bufts", "flash_attn_type"  # names of parameters
     _lib: Any = None
@@ -65,17 +76,6 @@ class LlamaCpp(Baseline):
     def __init__(self, settings: BaselineSettings):
         super().__init__(settings)
         self._errors: list[str] = []
-
-    @classmethod
-    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        settings = super().check(name, options)
-        check_choice(f"system {name}: weights", settings["weights"], tuple(BITS))
-        check_int(f"system {name}: n_ubatch", settings["n_ubatch"], ge=1, le=N_BATCH)
-        for option in ("flash_attention", "repack"):
-            check_bool(f"system {name}: {option}", settings[option])
-        if settings["threads"] is not None:
-            check_int(f"system {name}: threads", settings["threads"], ge=1)
-        return settings
 
     @classmethod
     def weight_bits(cls, options: Mapping[str, Any]) -> int:
@@ -253,12 +253,6 @@ class IkLlama(LlamaCpp):
             "llama_model_free": bound.llama_free_model})
 
 
-BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "F32": 16}
-"""Matrix types and nominal bits; 16 means the scenario's dtype.
-
-Q4_0 has a float16 scale for 32 weights (4.5 bits in all), Q4_1 also a float16 minimum (5 bits). The
-engine's 4-bit groups have both for 64 weights (4.5 bits).
-"""
 _BLOCK = 32
 _NAMES: Mapping[str, str] = {"llama": "llama", "qwen3_moe": "qwen3moe"}
 """Model family to `general.architecture`."""
@@ -283,18 +277,15 @@ def gguf_file(folder: Path, weights: str) -> Path:
     All matrices have the type `weights`, also the embedding and the head, as in the engine with 4
     bits. Norms and routers are float32.
 
+    Raises `UserError` if the architecture is not supported, rows do not fill blocks, or a file
+    cannot be read or written.
+
     Parameters
     ----------
     folder : Path
         With config.json and safetensors or `.bin` weights.
     weights : str
         One of `BITS`.
-
-    Raises
-    ------
-    UserError
-        The architecture is not supported, rows do not fill blocks, or a file cannot be read or
-        written.
     """
     from flexgen_h2o.files.disk_cache import build_once, model_title
     from flexgen_h2o.models.convert import converted, weight_files

@@ -11,7 +11,7 @@ from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, format_percent
-from flexgen_h2o.config.validation import check_number
+from flexgen_h2o.config.validation import Fraction
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 
@@ -46,16 +46,15 @@ class Ours(Baseline):
     documented = "README.md, --percent auto"
     options: Mapping[str, Any] = {
         "cache_share": None, "weight_bits": 16, "activation_bits": 16, "cache_bits": 16,
-        "recall": False, "index_bits": 4, "fetch_chosen": False, "fast_set": None,
+        "recall": False, "index_bits": 4, "selective_fetch": False, "hot_set": None,
         "percent": AUTO, "gpu_batch_size": None, "num_gpu_batches": None, "hh_long_seq": False}
+    kinds: Mapping[str, Any] = {"cache_share": Fraction | None}
     same_load = False  # plans depend on the batch size
     _llm = None
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         settings = super().check(name, options)
-        if settings["cache_share"] is not None:
-            check_number(f"system {name}: cache_share", settings["cache_share"], gt=0, le=1)
         try:
             cls.config(Path("model"), BaselineSettings(
                 dtype="bfloat16", batch=1, prompt_len=512, mean_prompt_len=512, gen_len=32,

@@ -12,10 +12,10 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from baselines import Baseline, Timings, installed, missing
-from flexgen_h2o.config.validation import check_choice, check_int, check_number
+from flexgen_h2o.config.validation import Count, Fraction
 from flexgen_h2o.models.registry import from_transformers, read_config
 
 
@@ -26,14 +26,8 @@ class ServingEngine(Baseline):
     """
 
     options: Mapping[str, Any] = {"batched_tokens": None}
+    kinds: Mapping[str, Any] = {"batched_tokens": Count | None}
     same_load = False  # the cache depends on the batch size
-
-    @classmethod
-    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        settings = super().check(name, options)
-        if settings["batched_tokens"] is not None:
-            check_int(f"system {name}: batched_tokens", settings["batched_tokens"], ge=1)
-        return settings
 
     @abstractmethod
     def add(self, row: int, prompt: Sequence[int], gen_len: int) -> None:
@@ -83,16 +77,10 @@ class OpenVinoGenAI(ServingEngine):
     environment = ".venv-openvino"
     options: Mapping[str, Any] = {
         **ServingEngine.options, "weight_bits": 4, "cache_bits": 8, "cache_share": None}
+    kinds: Mapping[str, Any] = {
+        **ServingEngine.kinds, "weight_bits": Literal[16, 8, 4],
+        "cache_bits": Literal[tuple(CACHE_TYPES)], "cache_share": Fraction | None}
     _pipeline: Any = None
-
-    @classmethod
-    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        settings = super().check(name, options)
-        check_choice(f"system {name}: weight_bits", settings["weight_bits"], (16, 8, 4))
-        check_choice(f"system {name}: cache_bits", settings["cache_bits"], tuple(CACHE_TYPES))
-        if settings["cache_share"] is not None:
-            check_number(f"system {name}: cache_share", settings["cache_share"], gt=0, le=1)
-        return settings
 
     def refusal(self) -> str | None:
         return missing("openvino_genai", "bench-openvino", self.environment)

@@ -42,8 +42,6 @@ class Card:
 
     Attributes
     ----------
-    name : str
-    gpu : GPU
     shared, shared_of_all : int
         Bytes of shared memory of a program, and of all programs of a multiprocessor.
     reserved : int

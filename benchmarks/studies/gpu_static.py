@@ -30,7 +30,7 @@ from gpu_compiler import CARDS, Card, KernelLaunch, Variant, compiled, identity,
 from flexgen_h2o.cli.command import exit_status  # noqa: E402
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout  # noqa: E402
 from flexgen_h2o.config.weight_layout import MatrixLayout  # noqa: E402
-from flexgen_h2o.files.rows import check_header, format_cell, write_csv  # noqa: E402
+from flexgen_h2o.files.rows import check_header, format_cell  # noqa: E402
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, EvictionArguments  # noqa: E402
 from flexgen_h2o.kernels.matrix import QuantizedMatrix  # noqa: E402
 from flexgen_h2o.kernels.triton import decode as triton_decode  # noqa: E402
@@ -40,6 +40,9 @@ from flexgen_h2o.kernels.triton import matrix as triton_matrix  # noqa: E402
 from flexgen_h2o.kernels.triton import prefill as triton_prefill  # noqa: E402
 from flexgen_h2o.kernels.triton import recall as triton_recall  # noqa: E402
 from flexgen_h2o.kernels.triton import select as triton_select  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from csv_files import write_csv
 
 COLUMNS = ("architecture", "card", "kernel", "operation", "dtype", "size", "bits", "constants",
            "triton", "source", "registers", "spill_stores", "spill_loads", "shared",

@@ -25,9 +25,11 @@ from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.files.writing import check_folder
 from flexgen_h2o.metrics.provenance import ORIGIN, cpu_model, origin
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from csv_files import write_csv
 
 COLUMNS = (
     "kind", *ORIGIN, "cpu", "cpus", "threads", "repeats", "conditions", "hardware",

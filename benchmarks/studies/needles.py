@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -27,11 +28,14 @@ from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.validation import check_int, check_number
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import read_articles
-from flexgen_h2o.files.rows import ResumableCsv, report_partial_rows
+from flexgen_h2o.files.rows import report_partial_rows
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 from flexgen_h2o.models.sources import checkpoint_folder
 from flexgen_h2o.outputs import Scored
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from articles import read_articles
+from csv_files import ResumableCsv
 
 try:
     import kvpress
@@ -85,17 +89,12 @@ def make_tasks(hay: Sequence[int], tokenizer, *, tokens: int, texts: int) -> lis
 
     Needles are at even depths, in a random order for each text.
 
+    Raises `UserError` if there are too few articles.
+
     Parameters
     ----------
     hay : sequence of int
         Tokens of articles, each of which is used at most once.
-    tokenizer : tokenizer of transformers
-    tokens, texts : int
-
-    Raises
-    ------
-    UserError
-        There are too few articles.
     """
     draw, used = random.Random(0), 0
     tasks: list[NeedleTask] = []

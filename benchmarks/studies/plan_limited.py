@@ -37,9 +37,11 @@ from flexgen_h2o.cli.values import flag_name, parse_size
 from flexgen_h2o.config.policy import format_percent
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import InsufficientMemory
-from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from csv_files import write_csv
 
 SHARE = 0.2
 """Share of prompt and generated tokens that H2O keeps: half heavy hitters, half recent tokens."""

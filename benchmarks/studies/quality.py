@@ -11,37 +11,42 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import quality_study
 from quality_study import GROUPS, USUAL, Configuration, configurations
 
 from flexgen_h2o.cli import launch, measurements
-from flexgen_h2o.cli import parser as task_flags
 from flexgen_h2o.cli.command import entry_point
-from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.cli.parser import (
+    Parser,
+    build_parser,
+    check_files,
+    check_flags,
+    command_flags,
+    parse,
+)
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import terminal
-from flexgen_h2o.files.articles import read_articles, select_articles, split_halves
 from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.metrics.provenance import origin
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from articles import read_articles, select_articles, split_halves
+
 _SHARED = ("path", "device", "dtype", "gpu_batch_size", "gen_len")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "gpu_batch_size": 30, "gen_len": 64}
-_HELPS = {"dtype": "number format; float32 shows what eviction does and no rounding",
-          "gen_len": "greedy tokens to compare after each first half"}
+_CHANGES: dict[str, dict[str, object]] = {name: {"shown": value}
+                                         for name, value in _DEFAULTS.items()}
+_CHANGES["dtype"]["help"] = "number format; float32 shows what eviction does and no rounding"
+_CHANGES["gen_len"]["help"] = "greedy tokens to compare after each first half"
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions:
-    """The checked flags; `run` holds those shared with `flex_opt`. Lengths are in tokens.
-
-    Raises
-    ------
-    UserError
-        A value is out of range, or flags contradict each other.
-    """
+    """The checked flags; `run` holds those shared with `generate`. Lengths are in tokens."""
 
     run: RunConfig
     input_path: str | None = measurements.articles_flag()
@@ -62,27 +67,27 @@ class QualityOptions:
     csv: str | None = measurements.csv_flag("cache")
 
     def __post_init__(self) -> None:
-        task_flags.check_flags(self)
+        check_flags(self)
         if self.input_path is None:
             raise UserError("give --input-path, a .jsonl file of articles")
         groups = {configuration.group for configuration in configurations(self.budgets, self.only)}
         for group in self.only if self.only != GROUPS else ():
             if group not in groups:
                 raise UserError(f"--only {group} measures nothing at these --budgets: add {USUAL}")
-        task_flags.check_files(self, ("input_path", "csv"), ())
+        check_files(self, ("input_path", "csv"))
 
 
 def parser() -> Parser:
     """Return the parser of the flags."""
-    return task_flags.command_parser(
-        QualityOptions, _SHARED, prog="python benchmarks/studies/quality.py",
-        defaults=_DEFAULTS,
-        helps=_HELPS, description="Perplexity and greedy tokens by the budget of the KV cache.")
+    return build_parser(
+        command_flags(QualityOptions, names=_SHARED, **_CHANGES),
+        prog="python benchmarks/studies/quality.py", show_all=True,
+        description="Perplexity and greedy tokens by the budget of the KV cache.")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> QualityOptions:
     """Parse flags into checked `QualityOptions`. Raises `UserError`."""
-    options, shared = task_flags.parse(argv, parser(), QualityOptions)
+    options, shared = parse(argv, parser(), QualityOptions)
     return QualityOptions(run=RunConfig(**_DEFAULTS | shared), **options)
 
 

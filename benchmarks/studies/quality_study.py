@@ -8,18 +8,21 @@ of each sequence.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 
 from flexgen_h2o.config.h2o import SINK_WINDOW_SINKS, H2OConfig
-from flexgen_h2o.files.articles import Pair
 from flexgen_h2o.h2o import budget as cache_budget
 from flexgen_h2o.metrics.report import align_columns
 from flexgen_h2o.metrics.run_stats import RunStats
-from flexgen_h2o.metrics.statistics import compare_to_full
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from articles import Pair, compare_to_full
 
 POLICIES = ("full", "h2o", "window", "sink-window")  # values of --eviction
 RECALL, SPARSE = "recall", "sparse-values"

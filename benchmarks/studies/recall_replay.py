@@ -60,7 +60,7 @@ CACHES = {
     "recall 5 %": (0.05, None),
     "recall 5 %, 20 % in memory": (0.05, 0.2),
 }
-"""The share that recall attends to, and the share that `Policy.fast_set` keeps in memory."""
+"""The share that recall attends to, and the share that `Policy.hot_set` keeps in memory."""
 COLUMNS = ("date", "commit", "host", "threads", "torch", "model", "dtype", "prompt_len",
            "gen_len", "batch", "cache", "layers", "attended_share", "fast_set", "cache_mb",
            "layer_s", "first_step_layer_s", "disk_read_mb", "recall_hit_rate", "recall_wait_s",
@@ -74,7 +74,6 @@ class AttentionRecording:
     ----------
     q : Tensor [LAYERS, sequences, steps, KV_HEADS * GROUP, HEAD_DIM]
         Queries of the last tokens.
-    k : Tensor [LAYERS, sequences, tokens, KV_HEADS, HEAD_DIM]
     """
 
     def __init__(self, name: str, *, sequences: int, prompt_len: int, steps: int):
@@ -156,10 +155,10 @@ def decode(cache: KVCache, recording: AttentionRecording, step: int, transfers: 
 
 def measure(args, recording: AttentionRecording, name: str) -> dict[str, object]:
     """Measure steps with a cache, after the first, which fills the hot set."""
-    share, fast_set = CACHES[name]
+    share, hot_set = CACHES[name]
     h2o = None if share is None else H2OConfig(heavy_ratio=share / 2, recall=True)
     policy = Policy(gpu_batch_size=args.batch, cache=Placement(0, 0, 100),
-                    fetch_chosen=h2o is not None, fast_set=fast_set)
+                    selective_fetch=h2o is not None, hot_set=hot_set)
     shape, links = CacheShape(LAYERS, KV_HEADS, HEAD_DIM, torch.bfloat16), LinkStats()
     with contextlib.closing(RunFolder(args.offload_dir or OFFLOAD_DIR)) as folder, \
             contextlib.closing(Transfers(Device(), links=links, trace=Trace(enabled=False))
@@ -182,7 +181,7 @@ def measure(args, recording: AttentionRecording, name: str) -> dict[str, object]
         recalled = counts and counts.since(before)
         return {
             "cache": name, "dtype": "bfloat16", "layers": LAYERS, "attended_share": share or 1.0,
-            "fast_set": fast_set, "cache_mb": cache.nbytes() / LAYERS / 1e6,
+            "fast_set": hot_set, "cache_mb": cache.nbytes() / LAYERS / 1e6,
             "layer_s": statistics.median(seconds), "first_step_layer_s": first,
             "disk_read_mb": links.totals()["disk->cpu"][0] / layers / 1e6,
             "recall_hit_rate": recalled and recalled.hits / (recalled.hits + recalled.loads),

@@ -10,24 +10,36 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import stream_segments as segments
 from stream_segments import Streamed
 
 from flexgen_h2o.cli import measurements
-from flexgen_h2o.cli import parser as task_flags
 from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
-from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.cli.parser import (
+    ENGINE,
+    WITHOUT_PLAN,
+    Parser,
+    build_parser,
+    check_flags,
+    check_from_csv,
+    check_placed,
+    command_flags,
+    parse,
+)
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.files.terminal import ProgressBar, print_stdout
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from articles import read_articles
 
 _SCORES = {"h2o": "sum", "h2o-mean": "mean", "h2o-decay": "decay"}
 _POLICIES = (*_SCORES, "sink-window", "window", "full")
-_SHARED = (*task_flags.ENGINE, "num_window_length", "num_heavy_hitter_tokens")
+_SHARED = (*ENGINE, "num_window_length", "num_heavy_hitter_tokens")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "num_window_length": 512}
 # Tokens are computed one by one, so a larger chunk would only reserve memory.
 _ONE_BY_ONE = {"gpu_batch_size": 1, "prefill_chunk": 1}
@@ -35,13 +47,7 @@ _ONE_BY_ONE = {"gpu_batch_size": 1, "prefill_chunk": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class StreamQualityOptions:
-    """The checked flags; `run` holds those shared with `flex_opt`. Lengths are in tokens.
-
-    Raises
-    ------
-    UserError
-        A value is out of range, or flags contradict each other.
-    """
+    """The checked flags; `run` holds those shared with `generate`. Lengths are in tokens."""
 
     run: RunConfig
     input_path: str | None = measurements.articles_flag()
@@ -64,9 +70,9 @@ class StreamQualityOptions:
     from_csv: str | None = measurements.from_csv_flag()
 
     def __post_init__(self) -> None:
-        task_flags.check_flags(self)
+        check_flags(self)
         measurements.check_source(self)
-        task_flags.check_placed(self.run)
+        check_placed(self.run)
         if len(set(self.policies)) < len(self.policies):
             raise UserError("--policies names a cache twice")
         if self.run.num_heavy_hitter_tokens is not None and not _SCORES.keys() & {*self.policies}:
@@ -96,16 +102,17 @@ class StreamQualityOptions:
 
 def parser() -> Parser:
     """Return the parser of the flags."""
-    return task_flags.command_parser(
-        StreamQualityOptions, _SHARED, prog="python benchmarks/studies/stream_quality.py",
-        defaults=_DEFAULTS,
+    return build_parser(
+        command_flags(StreamQualityOptions, names=_SHARED, **WITHOUT_PLAN,
+                      **{name: {"shown": value} for name, value in _DEFAULTS.items()}),
+        prog="python benchmarks/studies/stream_quality.py", show_all=True,
         description="Perplexity and ms/token by position in one endless text.")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> StreamQualityOptions:
     """Parse flags into checked `StreamQualityOptions`. Raises `UserError`."""
-    stream_flags, shared = task_flags.parse(argv, parser(), StreamQualityOptions)
-    task_flags.check_from_csv([*stream_flags, *shared])
+    stream_flags, shared = parse(argv, parser(), StreamQualityOptions)
+    check_from_csv([*stream_flags, *shared])
     options = StreamQualityOptions(run=RunConfig(**_DEFAULTS | _ONE_BY_ONE | shared),
                                    **stream_flags)
     if "num_window_length" in shared and {*options.policies} == {"full"}:

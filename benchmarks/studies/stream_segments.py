@@ -7,9 +7,11 @@ tokens that are cached before it, as if it had been generated.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 from flexgen_h2o.config.h2o import H2OConfig
@@ -18,8 +20,10 @@ from flexgen_h2o.files.rows import read_csv
 from flexgen_h2o.metrics.figures import LINES, log_scale, new_figure, save
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 from flexgen_h2o.metrics.run_stats import RunStats
-from flexgen_h2o.metrics.statistics import perplexity
 from flexgen_h2o.storage.free_memory import resident_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from articles import perplexity
 
 _ENDS = 3
 """Segments that define the initial perplexity. The same number far above it is a failure."""
@@ -72,7 +76,6 @@ def measure(llm, streamed: Streamed, tokens: Sequence[int], *, piece: int,
 
     Parameters
     ----------
-    tokens : sequence of int
     piece : int
         Tokens of a row.
     on_segment : callable

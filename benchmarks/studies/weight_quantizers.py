@@ -21,16 +21,15 @@ from gguf_decode import print_row
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.files.rows import CsvWriter, report_partial_rows
 from flexgen_h2o.metrics.provenance import cpu_model, origin
-from flexgen_h2o.metrics.statistics import compare_to_full
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.gguf.checkpoint import mapped
 from flexgen_h2o.models.gguf.header import read_header
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import check_quality as gate
+from articles import compare_to_full, read_articles
 
 COLUMNS = ("date", "version", "commit", "host", "cpu", "source", "weights", "bits_per_weight",
            "scored_tokens", "loss_nats", "loss_low", "loss_high", "kl_nats", "top1_agreement")

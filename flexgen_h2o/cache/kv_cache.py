@@ -79,7 +79,7 @@ class KVCache:
                  smoothing: Sequence[LayerSmoothing] = ()):
         self.shape = shape
         self._h2o = None if h2o is None or h2o.is_full else h2o
-        self._fetches_selected = policy.fetch_chosen
+        self._fetches_selected = policy.selective_fetch
         self._transfers = transfers
         self._device = transfers.device.torch
         self._batch_layouts: list[BatchLayout] = []
@@ -99,8 +99,8 @@ class KVCache:
             on_host=policy.cpu_cache_compute and transfers.device.separate,
             recalled=[h2o is not None and budgets.num_selected(h2o, layer, 1) is not None
                       for layer in range(shape.num_layers)],
-            hot_slots=[budgets.num_hot_slots(h2o, layer, slots, policy.fast_set)
-                       if policy.fetch_chosen else 0 for layer, slots in enumerate(size.slots)])
+            hot_slots=[budgets.num_hot_slots(h2o, layer, slots, policy.hot_set)
+                       if policy.selective_fetch else 0 for layer, slots in enumerate(size.slots)])
         self._prompt_tiers: list[CacheTier] = self.tiers
         """Tiers that hold prompts until their last chunk. A full cache has capacity for them."""
         evicts_chunks = self._h2o is not None and self._h2o.evicts_chunks(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexgen_h2o.cli.flags import RunFlags
+from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.h2o import SINK_WINDOW_SINKS, H2OConfig
 from flexgen_h2o.errors import UserError
 
@@ -22,17 +23,13 @@ def h2o_config(flags: RunFlags) -> H2OConfig | None:
 
     Raises `UserError` for flags that contradict each other or have no effect.
     """
-    if flags.score != "decay" and flags.score_decay != H2OConfig.decay:
-        raise UserError(f"{flags.label('score_decay')} has no effect: add "
-                        f"{flags.label('score')} decay")
-    if flags.index_bits != H2OConfig.index_bits and not flags.recall:
-        raise UserError(f"{flags.label('index_bits')} has no effect: add {flags.label('recall')}")
-    if flags.fetch_chosen and not flags.recall:
-        raise UserError(f"{flags.label('fetch_chosen')} has no effect: add "
-                        f"{flags.label('recall')}")
-    if flags.fast_set is not None and not flags.fetch_chosen:
-        raise UserError(f"{flags.label('fast_set')} has no effect: add "
-                        f"{flags.label('fetch_chosen')}")
+    for name, missing, needed in (
+            ("score_decay", flags.score != "decay", "--score decay"),
+            ("index_bits", not flags.recall, "--recall"),
+            ("selective_fetch", not flags.recall, "--recall"),
+            ("hot_set", not flags.selective_fetch, "--selective-fetch")):
+        if missing and getattr(flags, name) != getattr(RunFlags, name):
+            raise UserError(f"{flag_name(name)} has no effect: add {needed}")
     size_flags = _sized_by(flags)
     if not size_flags:
         _check_full(flags)
@@ -63,74 +60,59 @@ def _sized_by(flags: RunFlags) -> list[str]:
 
 def _check_sized(flags: RunFlags, size_flags: list[str]) -> None:
     """Refuse flags that contradict the given flags of the budget."""
-    flag = flags.label
-    ratios, counts = ([flag(name) for name in names if name in size_flags]
+    ratios, counts = ([flag_name(name) for name in names if name in size_flags]
                       for names in (_RATIOS, _COUNTS))
     if flags.eviction == "full":
-        raise UserError(f"{flag('eviction')} full keeps all: leave {(ratios + counts)[0]} out")
+        raise UserError(f"--eviction full keeps all: leave {(ratios + counts)[0]} out")
     if flags.attn_sparsity != 1:
-        raise UserError(f"{flag('attn_sparsity')} selects among all earlier tokens, so "
-                        f"nothing may be evicted: leave it or {(ratios + counts)[0]} out")
-    if flags.recall:
-        _check_recall(flags)
+        raise UserError("--attn-sparsity selects among all earlier tokens, so nothing may be "
+                        f"evicted: leave it or {(ratios + counts)[0]} out")
+    if flags.recall and (idle := _eviction_flags(flags)):
+        raise UserError("--recall evicts nothing and selects tokens per query: leave "
+                        f"{idle[0]} out")
     if ratios and counts:
         raise UserError(f"give {ratios[0]} or {counts[0]}, not both")
     if flags.eviction == "h2o" and size_flags == ["recent_ratio"]:
-        raise UserError(f"{flag('recent_ratio')} sets only recent tokens: give "
-                        f"{flag('hh_ratio')} below 1 too, or {flag('eviction')} window")
+        raise UserError("--recent-ratio sets only recent tokens: give --hh-ratio below 1 too, or "
+                        "--eviction window")
     if flags.eviction == "window" and flags.sink_tokens:
-        raise UserError(f"{flag('eviction')} window has no sinks: give {flag('eviction')} "
-                        "sink-window")
+        raise UserError("--eviction window has no sinks: give --eviction sink-window")
     if flags.eviction in _WINDOWS and len(counts) == 2:
-        raise UserError(f"{flag('num_heavy_hitter_tokens')} has no effect with "
-                        f"{flag('eviction')} {flags.eviction}: leave it out")
+        raise UserError("--num-heavy-hitter-tokens has no effect with "
+                        f"--eviction {flags.eviction}: leave it out")
     if counts and flags.budget_of != "prompt":
-        raise UserError(f"{flag('budget_of')} {flags.budget_of} has no effect on {counts[0]}, "
-                        "which counts tokens: leave one of them out")
+        raise UserError(f"--budget-of {flags.budget_of} has no effect on {counts[0]}, which counts "
+                        "tokens: leave one of them out")
     if flags.evict_while_prefilling and flags.prefill_chunk is None:
-        raise UserError(f"{flag('evict_while_prefilling')} evicts after each chunk of a "
-                        "prompt: say how many tokens one has, such as "
-                        f"{flag('prefill_chunk')} 256")
+        raise UserError("--evict-while-prefilling evicts after each chunk of a prompt: say how "
+                        "many tokens one has, such as --prefill-chunk 256")
     scored = flags.eviction == "h2o" and flags.num_heavy_hitter_tokens != 0
     if flags.score != "sum" and not scored:
-        raise UserError(f"{flag('score')} has no effect without heavy hitters: leave it out")
+        raise UserError("--score has no effect without heavy hitters: leave it out")
 
 
-def _check_recall(flags: RunFlags) -> None:
-    """Refuse flags of eviction with `--recall`, which evicts nothing."""
-    flag = flags.label
-    idle = {
-        f"{flag('eviction')} {flags.eviction}": flags.eviction != "h2o",
-        flag("score"): flags.score != "sum",
-        flag("sink_tokens"): flags.sink_tokens,
-        flag("enable_position_rolling"): flags.enable_position_rolling,
-        f"{flag('hh_all')} false": not flags.hh_all,
-        flag("evict_while_prefilling"): flags.evict_while_prefilling,
+def _eviction_flags(flags: RunFlags) -> list[str]:
+    """Return the given flags that only eviction uses, except those of the budget."""
+    given = {
+        f"--eviction {flags.eviction}": flags.eviction in _WINDOWS,
+        "--score": flags.score != "sum",
+        "--sink-tokens": flags.sink_tokens,
+        "--enable-position-rolling": flags.enable_position_rolling,
+        "--hh-all false": not flags.hh_all,
+        "--evict-while-prefilling": flags.evict_while_prefilling,
     }
-    for name, is_set in idle.items():
-        if is_set:
-            raise UserError(f"{flag('recall')} evicts nothing and selects tokens per query: "
-                            f"leave {name} out")
+    return [name for name, is_given in given.items() if is_given]
 
 
 def _check_full(flags: RunFlags) -> None:
     """Refuse flags of eviction with a full cache."""
-    flag = flags.label
-    idle = {
-        f"{flag('eviction')} {flags.eviction}": flags.eviction in _WINDOWS,
-        flag("score"): flags.score != "sum",
-        f"{flag('budget_of')} {flags.budget_of}": flags.budget_of != "prompt",
-        flag("sink_tokens"): flags.sink_tokens,
-        flag("enable_position_rolling"): flags.enable_position_rolling,
-        f"{flag('hh_all')} false": not flags.hh_all,
-        flag("evict_while_prefilling"): flags.evict_while_prefilling,
-        flag("recall"): flags.recall,
-    }
     hint = ("leave it out" if flags.eviction == "full"
-            else f"give {flag('hh_ratio')} or {flag('num_window_length')}")
-    for name, is_set in idle.items():
-        if is_set:
-            raise UserError(f"{name} has no effect on the full cache: {hint}")
+            else "give --hh-ratio or --num-window-length")
+    idle = _eviction_flags(flags) + ["--recall"] * flags.recall
+    if flags.budget_of != "prompt":
+        idle.append(f"--budget-of {flags.budget_of}")
+    if idle:
+        raise UserError(f"{idle[0]} has no effect on the full cache: {hint}")
 
 
 def _sinks(flags: RunFlags) -> int:
@@ -142,7 +124,7 @@ def _sinks(flags: RunFlags) -> int:
 def _ratios(flags: RunFlags, size_flags: list[str]) -> dict[str, Any]:
     """Return the budget as ratios: keywords of `H2OConfig`."""
     recent = flags.hh_ratio if flags.recent_ratio is None else flags.recent_ratio
-    pairs = _by_layer(flags, flags.hh_ratio, recent)
+    pairs = _by_layer(flags.hh_ratio, recent)
     if flags.eviction == "h2o":
         return {"heavy_ratio": flags.hh_ratio, "recent_ratio": flags.recent_ratio}
     if "hh_ratio" not in size_flags:
@@ -152,12 +134,12 @@ def _ratios(flags: RunFlags, size_flags: list[str]) -> dict[str, Any]:
     return {"recent_ratio": sums if len(sums) > 1 else sums[0]}
 
 
-def _by_layer(flags: RunFlags, *ratios: float | tuple[float, ...]) -> list[tuple[float, ...]]:
+def _by_layer(*ratios: float | tuple[float, ...]) -> list[tuple[float, ...]]:
     """Return the ratios of each layer; a single tuple if none is given by layer."""
     lengths = {len(ratio) for ratio in ratios if isinstance(ratio, tuple)}
     if len(lengths) > 1:
-        raise UserError(f"{flags.label('hh_ratio')} and {flags.label('recent_ratio')} list "
-                        "different counts of numbers: give one for each decoder layer")
+        raise UserError("--hh-ratio and --recent-ratio list different counts of numbers: give one "
+                        "for each decoder layer")
     count = lengths.pop() if lengths else 1
     columns = [ratio if isinstance(ratio, tuple) else (ratio,) * count for ratio in ratios]
     return list(zip(*columns, strict=True))
@@ -169,14 +151,14 @@ def _counts(flags: RunFlags) -> dict[str, Any]:
     window = flags.eviction in _WINDOWS
     if total is None:
         heavy = heavy or 0  # one of the two is given
-        flag, count = "num_heavy_hitter_tokens", heavy
+        given = f"--num-heavy-hitter-tokens {heavy}"
         total = 2 * heavy + (0 if window else sinks)
     else:
-        flag, count = "num_window_length", total
+        given = f"--num-window-length {total}"
         heavy = total // 2 if heavy is None else heavy
     heavy = 0 if window else heavy
     recent = total - heavy - sinks
     if recent < 1:
-        raise UserError(f"{flags.label(flag)} {count} leaves no recent tokens beside {heavy} "
-                        f"heavy hitters and {sinks} sinks: raise it")
+        raise UserError(f"{given} leaves no recent tokens beside {heavy} heavy hitters and {sinks} "
+                        "sinks: raise it")
     return {"heavy_tokens": heavy, "recent_tokens": recent}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.cli.values import flag
 from flexgen_h2o.config.h2o import (
     BUDGET_BASES,
     EVICTIONS,
@@ -21,9 +21,6 @@ from flexgen_h2o.config.h2o import (
 from flexgen_h2o.config.policy import OFFLOAD_DIR, SPECULATIVE_METHODS, Policy
 from flexgen_h2o.config.weight_layout import AUTO, DTYPES, WEIGHT_BITS
 
-WARM_UP = ("warm up with the first GPU batch before measuring: two tokens, or all tokens on a GPU, "
-           "where kernels are compiled per shape")
-"""Help of `--warm-up`, which is on in `bench`."""
 _MODELS = "the model's"
 """Shown default of a flag that generation_config.json sets."""
 GOALS = ("throughput", "latency")
@@ -131,7 +128,8 @@ class RunFlags:
     )
     warm_up: bool = _flag(
         "batch and lengths", "bool", False,
-        help=WARM_UP,
+        help="warm up with the first GPU batch before measuring: two tokens, or all tokens on a "
+        "GPU, where kernels are compiled per shape",
     )
     gpu_batch_size: int | None = _flag(
         "batch and lengths", "int", None, ge=1,
@@ -162,15 +160,15 @@ class RunFlags:
         "policy", "bool", False,
         help="compute attention on the CPU for the part of the cache in host memory",
     )
-    fetch_chosen: bool = _flag(
+    selective_fetch: bool = _flag(
         "policy", "bool", False,
         help="with --recall and a cache on disk (with a GPU: in host memory), read only the "
         "selected tokens that are not in the hot set; for disks with fast random reads",
     )
-    fast_set: float | None = _flag(
+    hot_set: float | None = _flag(
         "policy", "float", None, gt=0, le=1, metavar="SHARE",
         shown="twice the budget",
-        help="size of the hot set of --fetch-chosen, as a fraction of all tokens; a larger one "
+        help="size of the hot set of --selective-fetch, as a fraction of all tokens; a larger one "
         "needs fewer reads",
     )
     sep_layer: bool = _flag(
@@ -424,8 +422,3 @@ class RunFlags:
         help="breakdown: print the time of compute and of each link, and which one is the "
         "bottleneck",
     )
-
-    @staticmethod
-    def label(name: str) -> str:
-        """Return the name of a flag for errors. A front end with other names overrides it."""
-        return flag_name(name)

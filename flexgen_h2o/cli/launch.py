@@ -109,18 +109,15 @@ def joined(config: RunConfig, command: str, *, replica: int | None = None
     The first rank works inside the ``with`` statement and opens its model with `open_on_ranks`; the
     others call `follow`.
 
+    Raises `UserError` if the number of ranks differs from `config`, or they do not find each other,
+    or a rank has failed or is lost. One rank reports the failure; the others exit with status 2.
+
     Parameters
     ----------
     command : str
         Module that torchrun starts, for error messages.
     replica : int, optional
         Replica of this process; each replica has its own pipeline.
-
-    Raises
-    ------
-    UserError
-        The number of ranks differs from `config`, or they do not find each other, or a rank has
-        failed or is lost. One rank reports the failure; the others exit with status 2.
     """
     launch = torchrun_env()
     if replica is not None:

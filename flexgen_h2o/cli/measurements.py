@@ -60,6 +60,9 @@ def report(options: Any, *, read: Callable[[str], list[Row]], measure: Callable[
            show: Callable[[list[Row]], None], draw: Callable[[Sequence[Row], str], None]) -> None:
     """Measure rows, or read measured ones; print them and draw their plot.
 
+    Raises `UserError` if a file cannot be read or written. Files are checked before anything is
+    measured.
+
     Parameters
     ----------
     options : dataclass
@@ -70,11 +73,6 @@ def report(options: Any, *, read: Callable[[str], list[Row]], measure: Callable[
         Returns new rows, and writes them to ``--csv``.
     show, draw : callable
         Print rows; draw them to a file.
-
-    Raises
-    ------
-    UserError
-        A file cannot be read or written. Files are checked before anything is measured.
     """
     for name in ("csv", "plot"):
         if getattr(options, name) is not None:
@@ -90,11 +88,8 @@ def collected(path: str | None, columns: Sequence[str], rows: Iterable[Mapping[s
               ) -> list[Row]:
     """Return all rows. With a path, write each to that CSV file before taking the next one.
 
-    Raises
-    ------
-    UserError
-        The file cannot be written. Errors of the rows get the name of the file with the rows
-        before them.
+    Raises `UserError` if the file cannot be written. Errors of the rows get the name of the file
+    with the rows before them.
     """
     if path is None:
         return [{**row} for row in rows]

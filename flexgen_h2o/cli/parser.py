@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import re
 import shutil
@@ -10,11 +11,12 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from flexgen_h2o.cli.flags import COMMON, GROUPS
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.cli.values import checked, flag_name, load_yaml
+from flexgen_h2o.cli.values import OTHER_NAMES, checked, flag_name, load_yaml
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.config.weight_layout import AUTO
@@ -86,8 +88,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
                    namespace: argparse.Namespace | None = None) -> argparse.Namespace:
-        """Parse like argparse; for an unknown flag, name the nearest one."""
-        values, unknown = self.parse_known_args(args, namespace)
+        """Parse like argparse; for an unknown flag, name the nearest one.
+
+        A flag may have underscores for dashes, and one of `OTHER_NAMES`.
+        """
+        words = map(self._by_first_name, sys.argv[1:] if args is None else args)
+        values, unknown = self.parse_known_args([*words], namespace)
         for word in unknown:
             if word.startswith("-"):
                 name = word.partition("=")[0]
@@ -98,6 +104,14 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"{unknown[0]!r} belongs to no flag: put texts with spaces in quotes, "
                             "and see --help")
         return values
+
+    def _by_first_name(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in self._option_string_actions:
+            return word
+        field = name[2:].replace("-", "_")
+        first = flag_name(OTHER_NAMES.get(field, field))
+        return first + equals + value if first in self._option_string_actions else word
 
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with argparse's message in the words of the other checks."""
@@ -159,24 +173,61 @@ def program(command: str = "") -> str:
     return f"python -m {PACKAGE} {command}".rstrip()
 
 
+def changed_flag(name: str, **rules: object) -> Any:
+    """Return the field of a flag of `generate` with other rules, such as `help` and `shown`.
+
+    `default` is its default.
+    """
+    spec = copy.copy(RunConfig.__dataclass_fields__[name])
+    spec.default = rules.pop("default", spec.default)
+    spec.metadata = MappingProxyType({**spec.metadata, **rules})
+    return spec
+
+
+def flag_fields(options: type) -> list[Field[Any]]:
+    """Return the fields of a dataclass of options that are flags."""
+    return [spec for spec in fields(options) if "kind" in spec.metadata]
+
+
+def command_flags(own: type | None = None, *, groups: Collection[str] = (),
+                  names: Collection[str] = (), without: Collection[str] = (),
+                  **changes: Mapping[str, object]) -> list[Field[Any]]:
+    """Return the flags of a command: some of `generate`'s, and its own.
+
+    Parameters
+    ----------
+    own : type, optional
+        Dataclass of the command's own flags.
+    groups, names, without : collection of str
+        Groups and names of `generate`'s flags, beside `model`, and names to leave out.
+    **changes : mapping
+        Rules of `generate`'s flags that differ here.
+    """
+    specs = {spec.name: changed_flag(spec.name, **changes[spec.name]) if spec.name in changes
+             else spec for spec in fields(RunConfig)
+             if (spec.metadata["group"] in groups or spec.name in ("model", *names))
+             and spec.name not in without}
+    return [*(specs | {spec.name: spec for spec in (flag_fields(own) if own else ())}).values()]
+
+
 def build_parser(
     specs: Iterable[Field[Any]] = fields(RunConfig), *, command: str = "generate",
-    usage: str = "%(prog)s [--model NAME] [--prompts FILE] [--percent P P P P] [flags]",
-    description: str = "Generate text with a model larger than memory: weights, KV cache and "
-    "activations spread over device, host memory and disk.",
+    prog: str | None = None, usage: str | None = None, description: str | None = None,
+    show_all: bool = False,
 ) -> Parser:
     """Return the parser of some flags, in their groups. A flag that is not given stays unset.
 
     Parameters
     ----------
     specs : fields of dataclasses
-        Made by `values.flag`, each with one of `GROUPS`. By default all flags of `generate`.
-    command, usage, description : str
-        The texts of ``--help``.
+        Made by `values.flag`. By default all flags of `generate`.
+    command, prog, usage, description : str
+        The texts of ``--help``; `prog` is the name of the program if it is no command.
+    show_all : bool
+        ``--help`` shows all flags, not only those in `COMMON` and the command's own.
     """
-    specs = list(specs)
     parser = Parser(
-        prog=program(command),
+        prog=prog or program(command),
         usage=usage,
         description=description,
         argument_default=argparse.SUPPRESS,
@@ -188,9 +239,9 @@ def build_parser(
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for spec in specs:
         short = [spec.metadata["short"]] if "short" in spec.metadata else []
-        action = groups[spec.metadata["group"]].add_argument(flag_name(spec.name), *short,
-                                                             **arguments(spec))
-        if spec in fields(RunConfig) and spec.name not in COMMON:
+        group = groups.get(spec.metadata.get("group", ""), parser)
+        action = group.add_argument(flag_name(spec.name), *short, **arguments(spec))
+        if not show_all and spec in fields(RunConfig) and spec.name not in COMMON:
             parser.advanced.append(action)
     return parser
 
@@ -205,26 +256,31 @@ def given_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
     return values | arguments
 
 
+def parse(argv: Sequence[str] | None, parser: Parser, options: type
+          ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of the given flags: of the options' own fields, and of `RunConfig`'s.
+
+    `argv` None is the process's. Raises `UserError` for an unknown flag, a missing value or a value
+    of a wrong type.
+    """
+    shared = given_flags(parser, argv)
+    own = {spec.name: shared.pop(spec.name) for spec in flag_fields(options)
+           if spec.name in shared}
+    return own, shared
+
+
 ENGINE = ("path", "device", "dtype", "percent", "weight_bits", "activation_bits",
           "weight_cache", "no_weight_cache", "calibration", "cache_bits", "key_bits", "value_bits",
           "offload_dir", "verify", "memory_limit", "device_memory_limit", "batch_invariant")
 """Flags of `generate` that say how a model runs, besides its name."""
-
-# Help texts that differ from `generate`'s.
-_HELP = {
-    "percent": "percent of weights on gpu, cpu; of cache on gpu, cpu; of activations on gpu, cpu "
-    "(100 0 if left out); the rest is on disk",
-    "seed": "seed of sampling and random weights",
-}
-_SHOWN = {"weight_bits": AUTO, "cache_bits": 16, "gpu_batch_size": Policy.gpu_batch_size,
-          "num_gpu_batches": Policy.num_gpu_batches}
-# Aliases from the H2O repository.
-_ALIASES = {"model": "--model-name", "gpu_batch_size": "--batch-size"}
-
-
-def flag_fields(options: type) -> list[Field]:
-    """Return the fields of a dataclass of options that are flags."""
-    return [spec for spec in fields(options) if "kind" in spec.metadata]
+WITHOUT_PLAN: dict[str, dict[str, object]] = {
+    "percent": {"help": "percent of weights on gpu, cpu; of cache on gpu, cpu; of activations on "
+                "gpu, cpu (100 0 if left out); the rest is on disk"},
+    "gpu_batch_size": {"shown": Policy.gpu_batch_size},
+    "num_gpu_batches": {"shown": Policy.num_gpu_batches},
+    "weight_bits": {"shown": AUTO}, "cache_bits": {"shown": 16},
+    "seed": {"help": "seed of sampling and random weights"}}
+"""Rules of flags that differ in commands without ``--percent auto`` and synthetic prompts."""
 
 
 def check_flags(options: object) -> None:
@@ -236,66 +292,13 @@ def check_flags(options: object) -> None:
         object.__setattr__(options, spec.name, checked(spec, getattr(options, spec.name)))
 
 
-def command_parser(options: type, shared: Collection[str], *, prog: str, description: str,
-                   defaults: Mapping[str, object], helps: Mapping[str, str] | None = None
-                   ) -> Parser:
-    """Return the parser of a command with its own flags and few of `generate`'s.
-
-    Every flag may be written with dashes or, as in the H2O repository, with underscores.
-
-    Parameters
-    ----------
-    options : type
-        Dataclass of the command's own flags.
-    shared : collection of str
-        Fields of `RunConfig` that are flags here, beside `model`.
-    prog, description : str
-        The texts of ``--help``.
-    defaults : mapping
-        Defaults of shared flags, for ``--help``, where they differ from `RunConfig`'s.
-    helps : mapping, optional
-        Help texts of shared flags, where they differ.
-    """
-    parser = Parser(prog=prog, description=description, allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS)
-    for spec in fields(RunConfig):
-        if spec.name == "model" or spec.name in shared:
-            words = _shared_arguments(spec, _SHOWN | {**defaults}, _HELP | {**(helps or {})})
-            parser.add_argument(*_spellings(spec), **words)
-    for spec in flag_fields(options):
-        parser.add_argument(*_spellings(spec), **arguments(spec))
-    return parser
-
-
-def parse(argv: Sequence[str] | None, parser: Parser, options: type
-          ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of the given flags: of the options' own fields, and of `RunConfig`'s.
-
-    `argv` None is the process's. Raises `UserError` for an unknown flag, a missing value or a value
-    of a wrong type.
-    """
-    values = vars(parser.parse_args(argv))
-    names = {spec.name for spec in flag_fields(options)} & values.keys()
-    return ({name: values[name] for name in values if name in names},
-            {name: values[name] for name in values if name not in names})
-
-
-def _shared_arguments(spec: Field, defaults: Mapping[str, object], helps: Mapping[str, str]
-                      ) -> dict[str, Any]:
-    """Return the keywords of `add_argument` for a field of `RunConfig`, with its help here."""
-    words = arguments(spec)
-    text, _, shown = words["help"].rpartition(" (default: ")
-    text = helps.get(spec.name, text)
-    if spec.name in defaults:
-        shown = f"{defaults[spec.name]})"
-    return words | {"help": f"{text} (default: {shown}"}
-
-
-def _spellings(spec: Field) -> list[str]:
-    """Return the names of a flag, with dashes and with underscores."""
-    names = [flag_name(spec.name), *([_ALIASES[spec.name]] if spec.name in _ALIASES else [])]
-    return list(dict.fromkeys(
-        spelling for name in names for spelling in (name, "--" + name[2:].replace("-", "_"))))
+def check_no_effect(values: Mapping[str, object], names: Collection[str], command: str) -> None:
+    """Raise `UserError` for values of a file of ``--config`` without effect on a command."""
+    for name, value in values.items():
+        value = tuple(value) if isinstance(value, list) else value
+        if name in names and value != getattr(RunConfig, name):
+            raise UserError(f"{flag_name(name)} has no effect on {command}: take it out of the "
+                            "file of --config")
 
 
 def check_from_csv(names: Collection[str]) -> None:

@@ -67,10 +67,8 @@ class PlanSubject:
 
     Attributes
     ----------
-    hardware : Hardware
     limits : MemoryLimits
         Memory that the run may take.
-    model : ModelConfig
     itemsize : int
         Bytes of an element that is not quantized.
     weights : callable (bits) -> WeightOptions
@@ -130,6 +128,9 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
          texts: Sequence[str] = ()) -> Plan:
     """Plan a run: choose its policy for `--percent auto`, else predict the given one.
 
+    Raises `UserError` if the model or the machine is not available, a text is too long for the
+    model, or nothing fits.
+
     Parameters
     ----------
     load : Workload
@@ -138,12 +139,6 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
         Number of prompts; None: one block of synthetic prompts.
     texts : sequence of str
         The prompts, if they are texts. For this machine, the longest one is tokenized and checked.
-
-    Raises
-    ------
-    UserError
-        The model or the machine is not available, a text is too long for the model, or nothing
-        fits.
     """
     subject = (_this_machine(config, texts) if config.hardware is None
                else _other_machine(config, config.hardware))
@@ -161,9 +156,9 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
             f"{best.tokens_per_second:.4g} without; a new token then attends to "
             f"{200 * RECALL_RATIO:g} % of the prompt, and perplexity is {RECALL_PERPLEXITY} times "
             "the full cache's (smollm2-135m, docs/h2o.md)")))
-    if config.fetch_chosen and not best.run.policy.fetch_chosen:
-        lines.append(line("note", "--fetch-chosen has no effect: this policy leaves nothing of the "
-                                  "cache on a slower tier from which tokens are fetched"))
+    if config.selective_fetch and not best.run.policy.selective_fetch:
+        lines.append(line("note", "--selective-fetch has no effect: this policy leaves nothing of "
+                                  "the cache on a slower tier from which tokens are fetched"))
     if speculation is not None:
         lines.append(line("speculation", speculation))
     if config.percent == AUTO:
@@ -364,7 +359,7 @@ def _faster_recall(config: RunConfig, subject: PlanSubject, load: Workload, prom
         return None
     faster = []
     recall: dict[str, Any] = {"hh_ratio": RECALL_RATIO, "recall": True}
-    for added in (recall, recall | {"fetch_chosen": True}):
+    for added in (recall, recall | {"selective_fetch": True}):
         with suppress(UserError):
             other = replace(config, **added)
             _check_model(other, subject.model, has_gpu=subject.hardware.has_gpu)
@@ -395,5 +390,5 @@ def _with_policy(config: RunConfig, run: PlannedRun) -> RunConfig:
                    gpu_batch_size=policy.gpu_batch_size, num_gpu_batches=policy.num_gpu_batches,
                    cpu_cache_compute=policy.cpu_cache_compute,
                    speculate=policy.speculate or config.speculate,
-                   fetch_chosen=policy.fetch_chosen, fast_set=policy.fast_set, goal=GOALS[0],
+                   selective_fetch=policy.selective_fetch, hot_set=policy.hot_set, goal=GOALS[0],
                    allow_compression=False, recalibrate=False, **bits)

@@ -29,7 +29,6 @@ class ReplicaResources:
         engine's `memory_limit`, which is `planned_bytes`, enforces it.
     num_cpus : int
         CPU threads.
-    num_gpus : int
     accelerator_type : str or None
         A kind of GPU, as Ray names it.
     """
@@ -61,10 +60,7 @@ class ReplicaResources:
     def fitted(self, nodes: Iterable[Mapping[str, float]], replicas: int) -> ReplicaResources:
         """Return these resources with as many CPUs per replica as the machines allow.
 
-        Raises
-        ------
-        UserError
-            The replicas do not fit even with a single CPU each.
+        Raises `UserError` if the replicas do not fit even with a single CPU each.
         """
         nodes = list(nodes)
         max_cpus = int(max((node.get("CPU", 0) for node in nodes), default=0))
@@ -85,6 +81,8 @@ class ReplicaResources:
 def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: bool) -> int:
     """Return the bytes of host memory that the memory plan needs for a model.
 
+    Raises `UserError` if the model cannot be loaded.
+
     Parameters
     ----------
     arguments : mapping
@@ -93,11 +91,6 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
         The largest block.
     has_gpu : bool
         The replica computes on a GPU, with its own memory.
-
-    Raises
-    ------
-    UserError
-        The model cannot be loaded.
     """
     # Imported here since they load torch.
     from flexgen_h2o.engine.source import find_model

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexgen_h2o.cli.run_config import RunConfig, write_expert_counts
-from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.cli.values import OTHER_NAMES, flag_name
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
@@ -70,7 +70,8 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
     for column in _TIERED:
         kind, tier = column.split("_")
         row[column] = getattr(getattr(policy, kind), tier)
-    row |= {name: getattr(config, name) for name in _SWITCHES} | _resolved(config)
+    row |= {name: getattr(config, OTHER_NAMES.get(name, name)) for name in _SWITCHES}
+    row |= _resolved(config)
     row["weight_bits"] = stats.weight_bits  # resolves auto
     for link in LINKS:
         nbytes, seconds = stats.links.get(link, (0, 0.0))
@@ -162,8 +163,8 @@ def _cache_suffix(config: RunConfig) -> str:
         share = config.hh_ratio if config.num_window_length is None else config.num_window_length
         parts += ["recall-by-layer" if isinstance(share, tuple) else f"recall{share:g}",
                   f"index{h2o.index_bits}"]
-    parts += ["fetch-chosen"] if config.fetch_chosen else []
-    parts += [] if config.fast_set is None else [f"fast{config.fast_set:g}"]
+    parts += ["fetch-chosen"] if config.selective_fetch else []
+    parts += [] if config.hot_set is None else [f"fast{config.hot_set:g}"]
     parts += [] if config.attn_sparsity == 1 else [f"sparse{config.attn_sparsity:g}"]
     cache = config.cache()
     if cache.key_bits != cache.value_bits:

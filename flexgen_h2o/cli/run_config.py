@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from flexgen_h2o.cli.cache_flags import h2o_config
 from flexgen_h2o.cli.flags import GOALS, RunFlags
-from flexgen_h2o.cli.values import checked, flag_name, ratio_file
+from flexgen_h2o.cli.values import OTHER_NAMES, checked, flag_name, ratio_file
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.layers import ExpertChoices
@@ -70,10 +70,7 @@ class _Counts(StrictStruct, frozen=True):
 def read_expert_counts(path: str) -> ExpertChoices:
     """Read a file of `write_expert_counts`.
 
-    Raises
-    ------
-    UserError
-        The file cannot be read, or its contents are not expert counts.
+    Raises `UserError` if the file cannot be read, or its contents are not expert counts.
     """
     text = read_text("--expert-counts", path, if_empty="is empty: count a run again")
     name = f"--expert-counts {path}"
@@ -115,12 +112,11 @@ class RunConfig(RunFlags):
         ratio_files = {spec.name: ratio_file(getattr(self, spec.name)) for spec in fields(self)
                        if spec.metadata["kind"] == "ratios"}
         for spec in fields(self):
-            value = checked(spec, getattr(self, spec.name), self.label)
+            value = checked(spec, getattr(self, spec.name))
             object.__setattr__(self, spec.name, value)
         object.__setattr__(self, "speculate", speculative_method(self.speculate, self.draft_model))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise UserError(f"{self.label('device')} must be auto, cpu, cuda or cuda:n, "
-                            f"got {self.device!r}")
+            raise UserError(f"--device must be auto, cpu, cuda or cuda:n, got {self.device!r}")
         self._check_lengths()
         self._check_files(ratio_files)
         self._check_chat()
@@ -170,11 +166,10 @@ class RunConfig(RunFlags):
         for kind in ("weight", "cache"):
             compress, bits = f"compress_{kind}", f"{kind}_bits"
             if getattr(self, compress) and getattr(self, bits) in (16, AUTO):
-                raise UserError(f"{self.label(compress)} and {self.label(bits)} "
+                raise UserError(f"{flag_name(compress)} and {flag_name(bits)} "
                                 f"{getattr(self, bits)} contradict: leave one out")
         if self.weight_cache != "auto" and self.no_weight_cache:
-            raise UserError(f"give {self.label('weight_cache')} or "
-                            f"{self.label('no_weight_cache')}, not both")
+            raise UserError("give --weight-cache or --no-weight-cache, not both")
         quantized: tuple[int | str, ...] = (AUTO, *WEIGHT_BITS[1:])
         takes = {"weight_cache": quantized, "no_weight_cache": quantized,
                  "activation_bits": (AUTO, *INTEGER_BITS), "calibration": INTEGER_BITS}
@@ -182,9 +177,8 @@ class RunConfig(RunFlags):
             is_set = getattr(self, name) != getattr(RunConfig, name)
             stored = self.resolved_weight_bits
             if is_set and stored not in possible:
-                raise UserError(f"{self.label(name)} has no effect on weights of {stored} bits: "
-                                f"{'add' if stored == 16 else 'use'} "
-                                f"{self.label('weight_bits')} 4")
+                raise UserError(f"{flag_name(name)} has no effect on weights of {stored} bits: "
+                                f"{'add' if stored == 16 else 'use'} --weight-bits 4")
 
     def _check_planning(self) -> None:
         """Refuse flags that have no effect in this configuration."""
@@ -208,7 +202,7 @@ class RunConfig(RunFlags):
         placed = Placement(*self.expert_percent) if self.expert_percent else self.policy().weights
         yield ("--expert-counts", self.expert_counts is not None and fixed and not self.plan_only
                and 1.0 in placed.fractions(),
-               "on experts that are all in one place: add --percent auto or --expert-percent")
+               "on experts that are all on one tier: add --percent auto or --expert-percent")
         elsewhere = self.hardware is not None
         yield ("--recalibrate", self.recalibrate and fixed and not self.plan_only,
                "on a fixed policy: add --percent auto or --plan-only")
@@ -216,22 +210,21 @@ class RunConfig(RunFlags):
                "with --hardware: that file says how fast the machine is")
         yield ("--device", elsewhere and self.device != "auto",
                "with --hardware: that file says what computes")
-        yield (self.label("device_memory_limit"),
+        yield ("--device-memory-limit",
                self.device_memory_limit is not None and self.device == "cpu",
-               f"on {self.label('device')} cpu: give {self.label('memory_limit')}")
+               "on --device cpu: give --memory-limit")
         yield ("--rank-timeout",
                self.pipeline_parallel == 1 and self.rank_timeout != RunConfig.rank_timeout,
                "on one rank: add --pipeline-parallel")
-        yield (self.label("verify"),
-               self.verify and fixed and self.policy().weights.disk == 0,
-               f"on weights in memory: let {self.label('percent')} leave some on disk")
-        yield (self.label("fetch_chosen"),
-               self.fetch_chosen and self.recall and fixed and self.policy().cache.gpu == 100,
-               f"on a cache in memory: let {self.label('percent')} leave some on disk")
-        yield (self.label("num_speculative_tokens"),
+        yield ("--verify", self.verify and fixed and self.policy().weights.disk == 0,
+               "on weights in memory: let --percent leave some on disk")
+        yield ("--selective-fetch",
+               self.selective_fetch and self.recall and fixed and self.policy().cache.gpu == 100,
+               "on a cache in memory: let --percent leave some on disk")
+        yield ("--num-speculative-tokens",
                self.resolved_speculate is None
                and self.num_speculative_tokens != RunConfig.num_speculative_tokens,
-               f"without {self.label('speculate')}")
+               "without --speculate")
         yield ("--count-experts", self.count_experts is not None and self.pipeline_parallel > 1,
                "over ranks, each of which has its own experts: leave --pipeline-parallel out")
         yield "--stream", self.stream and self.synthetic, "on token ids: add --prompt or --prompts"
@@ -353,6 +346,7 @@ class RunConfig(RunFlags):
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
         """Make a configuration from names and values. Raises `UserError` for an unknown name."""
+        values = {OTHER_NAMES.get(name, name): value for name, value in values.items()}
         known = [spec.name for spec in fields(cls)]
         for name in values:
             if name not in known:

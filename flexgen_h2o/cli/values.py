@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
 from dataclasses import Field, field
 from typing import Any
 
@@ -36,13 +35,18 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def checked(spec: Field, value: object, label: Callable[[str], str] = flag_name) -> object:
+OTHER_NAMES = {"model_name": "model", "batch_size": "gpu_batch_size",  # the H2O repository's
+               "fetch_chosen": "selective_fetch", "fast_set": "hot_set"}  # columns of CSV files
+"""Other names of flags, and the fields that they set."""
+
+
+def checked(spec: Field, value: object) -> object:
     """Return a value of a field, checked and normalized by the metadata of its flag.
 
     Several values become a tuple, a file of ratios its numbers, and ``~`` in a path the home
-    folder. Raises `UserError`, which names the flag as `label` does.
+    folder. Raises `UserError`.
     """
-    name, rules = label(spec.name), spec.metadata
+    name, rules = flag_name(spec.name), spec.metadata
     if value is None and spec.default is None:
         return None
     match rules["kind"]:
@@ -168,10 +172,8 @@ def _ratio(flag: str, value: object) -> float:
 def load_yaml(path: str | os.PathLike) -> dict[str, object]:
     """Read flags from a YAML file; `RunConfig.from_mapping` checks its keys.
 
-    Raises
-    ------
-    UserError
-        The file is missing, unreadable, not UTF-8, not YAML, not a mapping, or names `config`.
+    Raises `UserError` if the file is missing, unreadable, not UTF-8, not YAML, not a mapping, or
+    names `config`.
     """
     values = read_yaml("--config", path)
     if not isinstance(values, dict):

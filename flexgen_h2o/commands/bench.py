@@ -7,20 +7,24 @@ The figures are shown with the roofline if this machine has been measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import entry_point
-from flexgen_h2o.cli.flags import WARM_UP
 from flexgen_h2o.cli.launch import open_llm, synthetic_prompts, warm_up, workload
-from flexgen_h2o.cli.parser import check_flags, flag_fields
+from flexgen_h2o.cli.parser import (
+    Parser,
+    build_parser,
+    check_flags,
+    check_no_effect,
+    command_flags,
+    parse,
+)
 from flexgen_h2o.cli.results import append_csv, check_results
 from flexgen_h2o.cli.run_config import RunConfig, check_counting, write_expert_counts
-from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.cli.values import flag
 from flexgen_h2o.config.weight_layout import AUTO
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.files.writing import catch_write_errors
 from flexgen_h2o.metrics.report import WIDTH, align_columns, fit_rows, stats_table
@@ -32,18 +36,14 @@ if TYPE_CHECKING:
 
 _GROUPS = ("model", "batch and lengths", "policy", "planning", "cache", "sampling")
 EXCLUDED_FLAGS = ("prompt", "prompts", "chat", "chat_template_kwargs", "plan_only", "hardware",
-             "output", "trace", "log_file",
-             "debug_mode", "pipeline_parallel", "rank_timeout")
+                  "output", "trace", "log_file", "debug_mode", "pipeline_parallel",
+                  "rank_timeout")
 """Flags of `generate` without effect here: a file of ``--config`` must not set them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The checked flags; `run` holds those shared with `generate`.
-
-    Raises `UserError` for a value out of range, and for flags in the file of ``--config`` that
-    would have no effect.
-    """
+    """The checked flags; `run` holds those shared with `generate`. Raises `UserError`."""
 
     run: RunConfig
     repeats: int = flag("int", 3, ge=1, group="results",
@@ -51,31 +51,14 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         check_flags(self)
-        for name in EXCLUDED_FLAGS:
-            if getattr(self.run, name) != getattr(RunConfig, name):
-                raise UserError(f"{flag_name(name)} has no effect on bench: take it out of the "
-                                "file of --config")
 
 
-@dataclass(frozen=True)
-class BenchHelps:
-    """The flag whose default differs from `generate`."""
-
-    warm_up: bool = flag(
-        "bool", True, group="batch and lengths",
-        help=WARM_UP,
-    )
-
-
-def parser() -> flag_parser.Parser:
+def parser() -> Parser:
     """Return the parser of the flags."""
-    specs = {spec.name: spec for spec in fields(RunConfig)
-             if (spec.metadata["group"] in _GROUPS
-                 or spec.name in ("config", "csv", "count_experts"))
-             and spec.name not in EXCLUDED_FLAGS}
-    specs |= {spec.name: spec for spec in (*fields(BenchHelps), *flag_fields(BenchOptions))}
-    return flag_parser.build_parser(
-        specs.values(), command="bench",
+    return build_parser(
+        command_flags(BenchOptions, groups=_GROUPS, names=("config", "csv", "count_experts"),
+                      without=EXCLUDED_FLAGS, warm_up={"shown": "true"}),
+        command="bench",
         usage="%(prog)s [--model NAME] [--percent P P P P] [--repeats N] [--csv FILE] [flags]",
         description="Throughput and latency of one configuration on synthetic prompts, with its "
         "roofline.")
@@ -83,10 +66,9 @@ def parser() -> flag_parser.Parser:
 
 def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:
     """Parse flags into checked `BenchOptions`. Raises `UserError`."""
-    values = {"warm_up": True} | flag_parser.given_flags(parser(), argv)
-    options = {spec.name: values.pop(spec.name) for spec in flag_fields(BenchOptions)
-               if spec.name in values}
-    return BenchOptions(run=RunConfig.from_mapping(values), **options)
+    options, shared = parse(argv, parser(), BenchOptions)
+    check_no_effect(shared, EXCLUDED_FLAGS, "bench")
+    return BenchOptions(run=RunConfig.from_mapping({"warm_up": True} | shared), **options)
 
 
 def run(options: BenchOptions) -> None:

@@ -171,7 +171,10 @@ class _Printer:
 
 def parser() -> Parser:
     """Return the parser of the flags."""
-    return build_parser(command="generate")
+    return build_parser(
+        usage="%(prog)s [--model NAME] [--prompts FILE] [--percent P P P P] [flags]",
+        description="Generate text with a model larger than memory: weights, KV cache and "
+        "activations spread over device, host memory and disk.")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RunConfig:

@@ -12,24 +12,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli.command import StopRequest, entry_point
 from flexgen_h2o.cli.launch import open_llm
-from flexgen_h2o.cli.parser import (
-    Parser,
-    build_parser,
-    check_flags,
-    flag_fields,
-    given_flags,
-)
+from flexgen_h2o.cli.parser import Parser, build_parser, check_flags, check_no_effect, parse
 from flexgen_h2o.cli.plan_text import plan_sentences
-from flexgen_h2o.cli.request_flags import (
-    UNSUPPORTED,
-    RequestOptions,
-    check_supported,
-    request_flags,
-)
+from flexgen_h2o.cli.request_flags import UNSUPPORTED, RequestOptions, request_flags
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.config.limits import MAX_MODEL_LEN
@@ -141,11 +130,8 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
 
     The server listens and computes when it runs: run it in this thread, whose OpenMP threads exist.
 
-    Raises
-    ------
-    UserError
-        A package is missing, the data directory or the address cannot be used, or the model cannot
-        be loaded.
+    Raises `UserError` if a package is missing, the data directory or the address cannot be used, or
+    the model cannot be loaded.
     """
     try:
         from flexgen_h2o.serving.api import Api
@@ -254,11 +240,9 @@ def parser() -> Parser:
 
 def parse_args(argv: Sequence[str] | None = None) -> ServeOptions:
     """Parse flags into checked `ServeOptions`. Raises `UserError`."""
-    values = given_flags(parser(), argv)
-    check_supported(values, "serve", (*UNSUPPORTED, *EXCLUDED_FLAGS, "csv", "output"))
-    options: dict[str, Any] = {spec.name: values.pop(spec.name)
-                               for spec in flag_fields(ServeOptions) if spec.name in values}
-    return ServeOptions(run=RunConfig.from_mapping(values), **options)
+    options, shared = parse(argv, parser(), ServeOptions)
+    check_no_effect(shared, (*UNSUPPORTED, *EXCLUDED_FLAGS, "csv", "output"), "serve")
+    return ServeOptions(run=RunConfig.from_mapping(shared), **options)
 
 
 main = entry_point(parse_args, run)

@@ -16,13 +16,14 @@ from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.parser import (
     ENGINE,
+    WITHOUT_PLAN,
     Parser,
+    build_parser,
     check_files,
     check_flags,
     check_placed,
-    command_parser,
+    command_flags,
     parse,
-    program,
     refuse,
 )
 from flexgen_h2o.cli.run_config import RunConfig
@@ -127,12 +128,15 @@ class StreamOptions:
 
 def parser() -> Parser:
     """Return the parser of the flags."""
-    return command_parser(
-        StreamOptions, _SHARED, prog=program("stream"),
-        defaults=_DEFAULTS | {"num_window_length": f"{_WINDOW} with --enable-h2o-generation",
-                              "prefill_chunk": 256},
-        helps={"gen_len": "maximum number of new tokens per turn",
-               "sink_tokens": "first tokens of the stream to always keep"},
+    return build_parser(
+        command_flags(
+            StreamOptions, names=_SHARED, model={"shown": _DEFAULTS["model"]},
+            gen_len={"help": "maximum number of new tokens per turn",
+                     "shown": _DEFAULTS["gen_len"]},
+            num_window_length={"shown": f"{_WINDOW} with --enable-h2o-generation"},
+            prefill_chunk={"shown": 256},
+            sink_tokens={"help": "first tokens of the stream to always keep"}, **WITHOUT_PLAN),
+        command="stream", show_all=True,
         description="Answer conversations one after the other through one cache of fixed size.")
 
 
@@ -221,16 +225,12 @@ class Answer:
 
     Attributes
     ----------
-    turn : Turn
-    text, finish_reason : str
     position : int
         Tokens of the stream before the turn.
-    prompt_tokens, generated_tokens : int
     cached_tokens : int
         Cached tokens after the turn, in the layer with the largest cache.
     process_bytes : int
         Resident memory.
-    stats : RunStats
     """
 
     turn: Turn
@@ -273,7 +273,6 @@ def answer(stream: StreamingSession, turns: Iterable[Turn],
 
     Parameters
     ----------
-    turns : iterable of Turn
     encode : callable
         Returns the prompt of a turn's text.
     streamer : Streamer or None

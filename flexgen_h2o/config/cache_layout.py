@@ -38,17 +38,14 @@ class GroupLayout:
 
     An element is ``zero + scale * code``.
 
+    Raises `UserError` if the length is odd, or `bits` is not 4 or 8.
+
     Parameters
     ----------
     length : int
         Elements of the vector; even.
     bits : int
         4 or 8.
-
-    Raises
-    ------
-    UserError
-        If the length is odd, or `bits` is not 4 or 8.
     """
 
     length: int
@@ -156,6 +153,8 @@ def split_slots(slots: Any, layout: CacheLayout | None) -> tuple[Any, ...]:
 class CacheOptions:
     """Storage options of the cache.
 
+    Raises `UserError` if values are out of range, or options cannot be combined.
+
     Attributes
     ----------
     h2o : H2OConfig or None
@@ -167,11 +166,6 @@ class CacheOptions:
         The fraction of values that a new token reads.
     key_bits, value_bits : int or None
         None: `bits`.
-
-    Raises
-    ------
-    UserError
-        If values are out of range, or options cannot be combined.
     """
 
     h2o: H2OConfig | None = None
@@ -268,17 +262,14 @@ class IndexLayout:
 
     An element is ``zero + scale * code``. Groups are as in `GroupLayout`.
 
+    Raises `UserError` if `bits` is not 4 or 2, or groups do not fill whole bytes.
+
     Parameters
     ----------
     length : int
         Elements of a key.
     bits : int
         4 or 2.
-
-    Raises
-    ------
-    UserError
-        If `bits` is not 4 or 2, or groups do not fill whole bytes.
     """
 
     length: int
@@ -340,7 +331,6 @@ class PageLayout:
 
     Attributes
     ----------
-    kv_heads : int
     token_bytes : int
         Bytes of key and value of a token of one head.
     slots : int

@@ -11,7 +11,14 @@ from functools import cached_property
 from typing import Any
 
 from flexgen_h2o.config.layers import AttentionVariant
-from flexgen_h2o.config.validation import check_bool, check_choice, check_int, check_number
+from flexgen_h2o.config.validation import (
+    Count,
+    Fraction,
+    NonNegative,
+    check_choice,
+    check_fields,
+    check_number,
+)
 from flexgen_h2o.errors import UserError
 
 KERNELS = ("sum", "mean", "decay")
@@ -110,45 +117,39 @@ class H2OConfig:
 
     heavy_ratio: float | Sequence[float] | None = None
     recent_ratio: float | Sequence[float] | None = None
-    heavy_tokens: int | None = None
-    recent_tokens: int | None = None
+    heavy_tokens: NonNegative | None = None
+    recent_tokens: Count | None = None  # the newest token is always kept
     budget_of: str = "prompt"
-    sink_tokens: int = 0
+    sink_tokens: NonNegative = 0
     score: str = "sum"
-    decay: float = 0.98
+    decay: Fraction = 0.98
     positions: str = "original"
     evict_generated: bool = True
-    prompt_chunk: int | None = None
+    prompt_chunk: Count | None = None
     simulate: bool = False
     drop_positions: bool = False
     recall: bool = False
     index_bits: int = 4
 
     def __post_init__(self) -> None:
-        check_int("sink_tokens", self.sink_tokens, ge=0)
-        self._check_sizes()
         check_score(self.score)
-        check_number("decay", self.decay, gt=0, le=1)
-        check_choice("positions", self.positions, POSITIONS)
-        for name in ("evict_generated", "simulate", "drop_positions", "recall"):
-            check_bool(name, getattr(self, name))
+        for name, choices in (("positions", POSITIONS), ("budget_of", BUDGET_BASES),
+                              ("index_bits", INDEX_BITS)):
+            check_choice(name, getattr(self, name), choices)
+        check_fields(self)
+        self._check_sizes()
         self._check_recall()
         self._check_budget_of()
-        if self.prompt_chunk is not None:
-            check_int("prompt_chunk", self.prompt_chunk, ge=1)
-            if self.is_full:
-                raise UserError("prompt_chunk has no effect on the full cache: leave it out")
+        if self.prompt_chunk is not None and self.is_full:
+            raise UserError("prompt_chunk has no effect on the full cache: leave it out")
 
     def _check_sizes(self) -> None:
-        # The newest token is always kept, so a window of 0 cannot be; no heavy hitters can.
-        for part, fewest in (("heavy", 0), ("recent", 1)):
-            ratio, count = getattr(self, f"{part}_ratio"), getattr(self, f"{part}_tokens")
+        for kind in ("heavy", "recent"):
+            ratio = getattr(self, f"{kind}_ratio")
             if ratio is not None:
-                object.__setattr__(self, f"{part}_ratio", _ratios(f"{part}_ratio", ratio))
-            if count is not None:
-                check_int(f"{part}_tokens", count, ge=fewest)
-            if ratio is not None and count is not None:
-                raise UserError(f"give {part}_ratio or {part}_tokens, not both")
+                object.__setattr__(self, f"{kind}_ratio", _ratios(f"{kind}_ratio", ratio))
+                if getattr(self, f"{kind}_tokens") is not None:
+                    raise UserError(f"give {kind}_ratio or {kind}_tokens, not both")
         counts = [len(ratios) for ratios in self._per_layer().values()]
         if len(set(counts)) > 1:
             raise UserError(
@@ -164,7 +165,6 @@ class H2OConfig:
             )
 
     def _check_recall(self) -> None:
-        check_choice("index_bits", self.index_bits, INDEX_BITS)
         if not self.recall:
             if self.index_bits != H2OConfig.index_bits:
                 raise UserError("index_bits has no effect without recall: leave it out")
@@ -178,7 +178,6 @@ class H2OConfig:
                                 f"{name} out")
 
     def _check_budget_of(self) -> None:
-        check_choice("budget_of", self.budget_of, BUDGET_BASES)
         if self.budget_of == "prompt":
             return
         if self.heavy_ratio is None and self.recent_ratio is None:

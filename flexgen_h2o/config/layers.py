@@ -18,6 +18,8 @@ class AttentionVariant:
 
     A logit is ``q . k * scale``; a soft cap makes it ``softcap * tanh(logit / softcap)``.
 
+    Raises `UserError` for a value of a wrong type or range.
+
     Attributes
     ----------
     scale : float or None
@@ -30,11 +32,6 @@ class AttentionVariant:
     sinks : bool
         A learned logit of each query head joins the softmax's denominator, and no value goes with
         it (gpt-oss): the weight of that short name, [heads].
-
-    Raises
-    ------
-    UserError
-        A value of a wrong type or range.
     """
 
     scale: float | None = None
@@ -160,6 +157,8 @@ SCORINGS = ("softmax", "sigmoid", "sparsemixer")
 class RouterConfig:
     """How a token's experts are chosen: see `kernels.reference.layers.route`.
 
+    Raises `UserError` for a value out of range.
+
     Attributes
     ----------
     scoring : str
@@ -178,11 +177,6 @@ class RouterConfig:
         The best experts of a group whose scores are summed to rank the group.
     jitter : float
         "sparsemixer": experts compete if their logits differ by less than twice this share.
-
-    Raises
-    ------
-    UserError
-        A value out of range.
     """
 
     scoring: str = "softmax"
@@ -219,7 +213,6 @@ class ExpertsConfig:
         Experts that a token is routed to.
     ffn_size : int
         Intermediate size of an expert.
-    router : RouterConfig
     shared_ffn_size : int
         Intermediate size of the shared expert; 0: there is none. Several are one of their total
         size.

@@ -28,10 +28,7 @@ class TorchrunEnv:
     def within_replica(self, ranks: int) -> TorchrunEnv:
         """Return this rank among the `ranks` consecutive ranks of its replica.
 
-        Raises
-        ------
-        UserError
-            The number of ranks is not a multiple of `ranks`.
+        Raises `UserError` if the number of ranks is not a multiple of `ranks`.
         """
         if self.ranks % ranks:
             raise UserError(f"{self.ranks} processes cannot be divided into replicas of "
@@ -42,10 +39,7 @@ class TorchrunEnv:
 def torchrun_env(environment: Mapping[str, str] = os.environ) -> TorchrunEnv:
     """Return the rank of this process by torchrun's environment variables; without them, 0 of 1.
 
-    Raises
-    ------
-    UserError
-        The variables are inconsistent.
+    Raises `UserError` if the variables are inconsistent.
     """
     variables = {name: environment[name] for name in _VARIABLES if name in environment}
     if "RANK" not in variables or "WORLD_SIZE" not in variables:
@@ -88,7 +82,6 @@ class Stage:
         The decoder layers first:last.
     num_layers : int
         Decoder layers of the model.
-    rank, ranks : int
     """
 
     first: int
@@ -106,16 +99,12 @@ class Stage:
     def for_rank(cls, rank: int, bounds: Sequence[int]) -> Stage:
         """Return the stage of a rank.
 
+        Raises `UserError` if a rank has no decoder layer.
+
         Parameters
         ----------
-        rank : int
         bounds : sequence of int
             The first layer of each rank, and the number of layers.
-
-        Raises
-        ------
-        UserError
-            A rank has no decoder layer.
         """
         if len(bounds) < 2 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
             raise UserError(f"a pipeline's layers must begin at 0 and ascend, got {list(bounds)}")

@@ -42,6 +42,9 @@ def parse_percent(values: Sequence[object], name: str = "--percent"
                   ) -> tuple[Placement, Placement, Placement]:
     """Parse FlexGen's ``--percent``: percentages of gpu and cpu; the rest is on disk.
 
+    Raises `UserError` for a wrong count, a text that is no number, a percentage out of 0..100, or a
+    sum over 100.
+
     Parameters
     ----------
     values : sequence of 4 or 6 numbers (or their text)
@@ -53,11 +56,6 @@ def parse_percent(values: Sequence[object], name: str = "--percent"
     -------
     tuple of Placement
         For weights, cache, activations.
-
-    Raises
-    ------
-    UserError
-        Wrong count, not a number, out of 0..100, or two shares that sum to over 100.
     """
     if len(values) not in (4, 6):
         raise UserError(

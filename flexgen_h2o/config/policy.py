@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.placement import PLACED, Placement
-from flexgen_h2o.config.validation import check_bool, check_choice, check_int, check_number
-from flexgen_h2o.errors import UserError, check_text
+from flexgen_h2o.config.validation import Count, Fraction, Text, check_choice, check_fields
+from flexgen_h2o.errors import UserError
 
 if TYPE_CHECKING:
     from flexgen_h2o.config.cache_layout import CacheOptions
@@ -57,10 +57,10 @@ class Policy:
         Counts, by which the most frequently selected experts are placed in the fastest memory
         first.
         None: every layer has the same number of experts there.
-    fetch_chosen : bool
+    selective_fetch : bool
         With recall and a cache on disk (with a GPU: in host memory), read only the selected tokens
         that are not in the hot set, instead of whole layers.
-    fast_set : float, optional
+    hot_set : float, optional
         Size of the hot set as a fraction of all tokens. None: twice the tokens that a step attends
         to.
     speculate : str, optional
@@ -79,53 +79,31 @@ class Policy:
         A value is of a wrong type or out of range.
     """
 
-    gpu_batch_size: int = 4
-    num_gpu_batches: int = 1
+    gpu_batch_size: Count = 4
+    num_gpu_batches: Count = 1
     weights: Placement = Placement(100, 0, 0)
     cache: Placement = Placement(100, 0, 0)
     activations: Placement = Placement(100, 0, 0)
     overlap: bool = True
     cpu_cache_compute: bool = False
     pin_weight: bool = True
-    prefill_chunk: int | None = None
+    prefill_chunk: Count | None = None
     sep_layer: bool = False
-    refill_share: float = 0.5
+    refill_share: Fraction = 0.5
     experts: Placement | None = None
-    expert_slots: int | None = None
+    expert_slots: Count | None = None
     cpu_expert_compute: bool = False
     expert_choices: ExpertChoices | None = None
-    fetch_chosen: bool = False
-    fast_set: float | None = None
+    selective_fetch: bool = False
+    hot_set: Fraction | None = None
     speculate: str | None = None
-    num_speculative_tokens: int = 8
-    draft_model: str | None = None
+    num_speculative_tokens: Count = 8
+    draft_model: Text | None = None
 
     def __post_init__(self) -> None:
-        check_int("gpu_batch_size", self.gpu_batch_size, ge=1)
-        check_int("num_gpu_batches", self.num_gpu_batches, ge=1)
-        if self.prefill_chunk is not None:
-            check_int("prefill_chunk", self.prefill_chunk, ge=1)
-        if self.expert_slots is not None:
-            check_int("expert_slots", self.expert_slots, ge=1)
-        if not isinstance(self.experts, Placement | None):
-            raise UserError(f"experts must be a Placement or None, got {self.experts!r}")
-        if not isinstance(self.expert_choices, ExpertChoices | None):
-            raise UserError("expert_choices must be ExpertChoices or None, got "
-                            f"{self.expert_choices!r}")
-        for kind in PLACED:
-            if not isinstance(getattr(self, kind), Placement):
-                raise UserError(f"{kind} must be a Placement, got {getattr(self, kind)!r}")
-        for name in ("overlap", "cpu_cache_compute", "pin_weight", "sep_layer",
-                     "cpu_expert_compute", "fetch_chosen"):
-            check_bool(name, getattr(self, name))
-        check_number("refill_share", self.refill_share, gt=0, le=1)
-        if self.fast_set is not None:
-            check_number("fast_set", self.fast_set, gt=0, le=1)
         if self.speculate is not None:
             check_choice("speculate", self.speculate, SPECULATIVE_METHODS)
-        check_int("num_speculative_tokens", self.num_speculative_tokens, ge=1)
-        if self.draft_model is not None:
-            check_text("draft_model", self.draft_model)
+        check_fields(self)
         object.__setattr__(self, "speculate", speculative_method(self.speculate, self.draft_model))
 
     @property
@@ -137,16 +115,16 @@ class Policy:
         """Raise `UserError` for options that this device does not support."""
         if has_gpu and self.speculate is not None:
             raise UserError("speculate works on a CPU only: compute there, or leave it out")
-        if not self.fetch_chosen:
+        if not self.selective_fetch:
             return
         if has_gpu and self.cpu_cache_compute:
-            raise UserError("fetch_chosen has no effect with cpu_cache_compute, which attends "
+            raise UserError("selective_fetch has no effect with cpu_cache_compute, which attends "
                             "on the CPU instead: leave one of them out")
         if has_gpu and self.cache.cpu == 0:
-            raise UserError("fetch_chosen has no effect with a GPU if no part of the cache is in "
-                            "host memory: leave it out")
+            raise UserError("selective_fetch has no effect with a GPU if no part of the cache is "
+                            "in host memory: leave it out")
         if not has_gpu and self.cache.disk == 0:
-            raise UserError("fetch_chosen has no effect on a cache in memory: leave it out")
+            raise UserError("selective_fetch has no effect on a cache in memory: leave it out")
 
     def fetches(self, has_gpu: bool) -> bool:
         """Return whether some weights are not resident in compute memory."""
@@ -162,18 +140,18 @@ class Policy:
         return self.num_gpu_batches == 1 and not (self.sep_layer or has_gpu or mixture)
 
 
-def check_fetch_chosen(policy: Policy, cache: CacheOptions) -> None:
-    """Raise `UserError` if `fetch_chosen` or `fast_set` has no effect."""
-    if not policy.fetch_chosen:
-        if policy.fast_set is not None:
-            raise UserError("fast_set has no effect without fetch_chosen: leave it out")
+def check_selective_fetch(policy: Policy, cache: CacheOptions) -> None:
+    """Raise `UserError` if `selective_fetch` or `hot_set` has no effect."""
+    if not policy.selective_fetch:
+        if policy.hot_set is not None:
+            raise UserError("hot_set has no effect without selective_fetch: leave it out")
         return
     idle = {"without recall": not cache.recalls,
             "in a simulation, whose cache is in memory": cache.simulated,
             "on a cache in memory": policy.cache.gpu == 100}
     for reason, no_effect in idle.items():
         if no_effect:
-            raise UserError(f"fetch_chosen has no effect {reason}: leave it out")
+            raise UserError(f"selective_fetch has no effect {reason}: leave it out")
 
 
 def speculative_policy(policy: Policy, cache: CacheOptions) -> Policy:
@@ -187,7 +165,7 @@ def speculative_policy(policy: Policy, cache: CacheOptions) -> Policy:
     UserError
         Drafted tokens cannot be taken back from this cache.
     """
-    for reason, given in {"with fetch_chosen": policy.fetch_chosen,
+    for reason, given in {"with selective_fetch": policy.selective_fetch,
                           "in a simulation": cache.simulated}.items():
         if given:
             raise UserError(f"speculate does not work {reason}: leave one of them out")
@@ -221,14 +199,13 @@ def format_percent(policy: Policy) -> str:
 class Workload:
     """The largest block of a run: lengths in tokens, batches in sequences."""
 
-    prompt_len: int
-    gen_len: int
-    gpu_batch_size: int
-    num_gpu_batches: int
+    prompt_len: Count
+    gen_len: Count
+    gpu_batch_size: Count
+    num_gpu_batches: Count
 
     def __post_init__(self) -> None:
-        for name in ("prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches"):
-            check_int(name, getattr(self, name), ge=1)
+        check_fields(self)
 
     def cut(self, longest: int | None) -> Workload:
         """Return the workload with prompts of at most `longest` tokens; None: no limit."""

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from flexgen_h2o.config.structured_outputs import StructuredOutputs
-from flexgen_h2o.config.validation import check_bool, check_int, check_number
+from flexgen_h2o.config.validation import (
+    Count,
+    NonNegative,
+    Positive,
+    Seed,
+    Share,
+    check_fields,
+    check_int,
+    check_number,
+)
 from flexgen_h2o.errors import UserError, check_text, short_repr
 
-_OPTIONAL: Mapping[str, tuple[Callable[..., object], Mapping[str, Any]]] = {
-    "min_new_tokens": (check_int, {"ge": 0}), "min_length": (check_int, {"ge": 0}),
-    "temperature": (check_number, {"gt": 0}), "top_k": (check_int, {"ge": 0}),
-    "top_p": (check_number, {"ge": 0, "le": 1}), "min_p": (check_number, {"ge": 0, "le": 1}),
-    "repetition_penalty": (check_number, {"gt": 0}),
-    "no_repeat_ngram_size": (check_int, {"ge": 0}),
-    "logprobs": (check_int, {"ge": 0, "le": 20})}
-"""Checks of parameters that may be None."""
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 _NEUTRAL: Mapping[str, Any] = {
     "min_new_tokens": 0, "min_length": 0, "temperature": 1.0, "top_k": 50, "top_p": 1.0,
@@ -83,36 +87,32 @@ class SamplingParams:
         A value is of a wrong type or out of range.
     """
 
-    max_new_tokens: int = 32
-    min_new_tokens: int | None = None
-    min_length: int | None = None
+    max_new_tokens: Count = 32
+    min_new_tokens: NonNegative | None = None
+    min_length: NonNegative | None = None
     do_sample: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
+    temperature: Positive | None = None
+    top_k: NonNegative | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repetition_penalty: Positive | None = None
+    no_repeat_ngram_size: NonNegative | None = None
     suppress_tokens: Sequence[int] | None = None
     begin_suppress_tokens: Sequence[int] | None = None
     bad_words_ids: Sequence[Sequence[int]] | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
     eos_token_id: int | Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
-    seed: int = 0
-    logprobs: int | None = None
+    seed: Seed = 0
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stop_token_ids: Sequence[int] = ()
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        check_int("max_new_tokens", self.max_new_tokens, ge=1)
-        check_bool("do_sample", self.do_sample)
-        for name, (check, bounds) in _OPTIONAL.items():
-            if getattr(self, name) is not None:
-                check(name, getattr(self, name), **bounds)
+        check_fields(self)
         if (self.min_new_tokens or 0) > self.max_new_tokens:
             raise UserError(
                 f"min_new_tokens must be at most the {self.max_new_tokens} tokens to generate, "
@@ -121,15 +121,6 @@ class SamplingParams:
         if self.temperature not in (None, 1) and not self.do_sample:
             raise UserError("temperature has no effect on greedy decoding: give do_sample=True, or "
                             "leave it out")
-        check_number("presence_penalty", self.presence_penalty, ge=-2, le=2)
-        check_number("frequency_penalty", self.frequency_penalty, ge=-2, le=2)
-        check_int("seed", self.seed, ge=0, le=2**63 - 1)
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, ge=0, le=20)
-        check_bool("skip_special_tokens", self.skip_special_tokens)
-        if not isinstance(self.structured_outputs, StructuredOutputs | None):
-            raise UserError("structured_outputs must be StructuredOutputs, got "
-                            f"{short_repr(self.structured_outputs)}")
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             self._keep_tokens(name, getattr(self, name))
         self._check_bad_words()

@@ -7,6 +7,7 @@ error is one line that names the value and what is expected.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -33,7 +34,11 @@ from msgspec import Meta
 from flexgen_h2o.errors import UserError, check_text, did_you_mean, short_repr
 
 Count = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Text = Annotated[str, Meta(pattern=r"\S")]
 """Text that is not empty."""
 
@@ -76,8 +81,7 @@ def validate(kind: Any, value: object, name: str) -> Any:
 
 def _expected(kind: Any, value: object) -> str | None:
     """Return the description of a scalar type, or of its bound that `value` exceeds, if any."""
-    if get_origin(kind) in (Union, UnionType):
-        (kind,) = (member for member in get_args(kind) if member is not NoneType)
+    (kind,) = (member for member in _members(kind) if member is not NoneType)
     kind, bounds = get_args(kind) if get_origin(kind) is Annotated else (kind, Meta())
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
@@ -128,6 +132,32 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     validate(Literal[tuple(choices)], value, name)
 
 
+def check_fields(options: Any) -> None:
+    """Check the fields of a dataclass by their types: scalars with bounds, and classes.
+
+    Fields of other types, such as sequences, are left to the caller. Raises `UserError`.
+    """
+    for name, kind in _field_types(type(options)).items():  # type: ignore[arg-type]
+        if all(map(_is_class, _members(kind))):
+            _check(name, getattr(options, name), _members(kind))
+        else:
+            validate(kind, getattr(options, name), name)
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    """Return the types that `check_fields` checks, by field."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)
+            if all(_is_class(kind) or get_origin(kind) is Annotated
+                   for kind in _members(hints[field.name]))}
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
 _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")
 
@@ -150,7 +180,7 @@ def check_arguments(function: Callable[_Options, _Result]) -> Callable[_Options,
                                 + did_you_mean(name, names[1:], f"see help({owner})"))
         values: dict[str, object] = {**dict(zip(names, args, strict=False)), **options}
         for name, hint in get_type_hints(function).items():
-            kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+            kinds = _members(hint)
             if name in values and all(map(_is_class, kinds)):
                 _check(name, values[name], kinds)
         return function(*args, **options)

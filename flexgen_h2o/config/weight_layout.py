@@ -72,9 +72,10 @@ class MatrixLayout:
     word 0, its sign and bits 4 to 6 in bits 14 and 11 to 13 of word 1, and its bits 0 to 3 in bits
     11 to 14 of word 2.
 
+    Raises `UserError` if bits or group are not supported, or the matrix is empty.
+
     Parameters
     ----------
-    outputs, inputs : int
     bits : int
         4, 6, 8 or 12.
     group : int
@@ -83,11 +84,6 @@ class MatrixLayout:
         Whether elements are MXFP4: 4 bits in groups of 32.
     compact : bool
         Whether scales and zero points have 8 bits each; 4 bits only.
-
-    Raises
-    ------
-    UserError
-        If bits or group are not supported, or the matrix is empty.
     """
 
     outputs: int

@@ -13,7 +13,7 @@ from flexgen_h2o.config.policy import (
     OFFLOAD_DIR,
     Policy,
     Workload,
-    check_fetch_chosen,
+    check_selective_fetch,
     speculative_policy,
 )
 from flexgen_h2o.config.validation import check_int
@@ -71,7 +71,7 @@ class EngineArgs:
         for name in ("memory_limit", "device_memory_limit"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), ge=1)
-        check_fetch_chosen(self.policy, self.cache)
+        check_selective_fetch(self.policy, self.cache)
         if self.policy.speculate is not None:
             if self.pipeline is not None:
                 raise UserError("speculate needs all layers on one rank: leave pipeline out")

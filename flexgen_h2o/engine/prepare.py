@@ -70,8 +70,8 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
     device = open_device(control.device_name(args.device))
     device.limit(args.device_memory_limit)
     policy.check_device(has_gpu=device.separate)
-    if policy.fetch_chosen and device.separate and not recalls_in_place(device):
-        raise UserError("fetch_chosen needs the kernels of a GPU, which are missing or switched "
+    if policy.selective_fetch and device.separate and not recalls_in_place(device):
+        raise UserError("selective_fetch needs the kernels of a GPU, which are missing or switched "
                         "off: install triton, or leave it out")
     source = find_model(
         args.model, path=args.path, dtype=args.dtype, bits=args.weight_bits, device=device,

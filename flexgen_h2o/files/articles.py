@@ -1,4 +1,4 @@
-"""Articles and conversations from .jsonl files, as inputs of measurements. No torch.
+"""Articles to summarize and conversations, from .jsonl files. No torch.
 
 Articles have the format of the H2O repository's ``xsum_0shot.jsonl``: a JSON object per line with
 the text under `article`, inside of a prompt for a summary. Conversations have MT-Bench's format
@@ -8,53 +8,18 @@ the text under `article`, inside of a prompt for a summary. Conversations have M
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import parse_json, read_json_records, read_json_texts, read_lines
+from flexgen_h2o.files.readers import parse_json, read_json_records, read_lines
 
 _HEAD = "###\nArticle: "
 _TAIL = "\n\nSummarize the above article in 1 sentence."
-
-Pair = tuple[list[int], list[int]]
-
-
-def read_articles(path: str) -> list[str]:
-    """Read the text of each article, in the order of the file; blank lines are skipped.
-
-    Raises `UserError`, with the line number, if the file is missing, empty or not UTF-8, or if a
-    line is not JSON or has no text under `article`.
-    """
-    return read_json_texts("--input-path", path, "article", clean=strip_prompt,
-                      if_empty="holds no articles: write one JSON object a line")
 
 
 def strip_prompt(text: str) -> str:
     """Return the article without the prompt for a summary around it."""
     return text.strip().removeprefix(_HEAD).removesuffix(_TAIL).strip()
-
-
-def select_articles(texts: Iterable[str], encode: Callable[[str], Sequence[int]], *, articles: int,
-           min_tokens: int, max_tokens: int) -> list[list[int]]:
-    """Return the token ids of the first `articles` texts of at least `min_tokens` tokens.
-
-    Each is cut to `max_tokens`; `encode` tokenizes a text. Raises `UserError` if there are too few.
-    """
-    selected: list[list[int]] = []
-    for text in texts:
-        ids = list(encode(text))
-        if len(ids) >= min_tokens:
-            selected.append(ids[:max_tokens])
-            if len(selected) == articles:
-                return selected
-    raise UserError(f"--input-path has {len(selected)} articles of at least {min_tokens} tokens "
-                    f"and {articles} are needed: lower --articles or --min-tokens")
-
-
-def split_halves(articles: Iterable[Sequence[int]]) -> list[Pair]:
-    """Split the tokens (at least 2) of each article into halves; the second may be one longer."""
-    return [(list(ids[: len(ids) // 2]), list(ids[len(ids) // 2 :])) for ids in articles]
 
 
 MAX_TOKENS = 64

@@ -44,6 +44,8 @@ class ChatRenderer:
 
     The process starts with the first chat, which takes a second, and runs until `close`.
 
+    Raises `UserError` if there is no tokenizer or no template.
+
     Parameters
     ----------
     tokenizer
@@ -52,11 +54,6 @@ class ChatRenderer:
         A template instead of the tokenizer's.
     seconds : float
         Time limit of one chat.
-
-    Raises
-    ------
-    UserError
-        There is no tokenizer or no template.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, *, seconds: float = SECONDS):
@@ -80,18 +77,15 @@ class ChatRenderer:
                arguments: Mapping[str, Any] | None = None) -> str:
         """Return the prompt for the answer to a chat, with the template's special tokens.
 
+        Raises `UserError` if the template refuses the messages, is damaged, does something
+        forbidden, or exceeds its time or memory.
+
         Parameters
         ----------
         messages : sequence of mappings
             OpenAI's format: `role`, `content`, and other keys that the template reads.
         arguments : mapping, optional
             Arguments of the template, such as `enable_thinking`.
-
-        Raises
-        ------
-        UserError
-            The template refuses the messages, is damaged, does something forbidden, or exceeds its
-            time or memory.
         """
         for name in {*(arguments or {})} - {*_ALWAYS_ALLOWED} - self._warned:
             if name not in self._always["template"]:

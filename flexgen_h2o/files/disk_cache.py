@@ -53,7 +53,6 @@ class CacheFolder:
 
     Attributes
     ----------
-    root : Path
     advice : str
         What to do if it cannot be written, for error messages: continues "free some or ...".
     """
@@ -72,6 +71,8 @@ def build_once(
     Other processes and threads that need the same folder wait. Leftovers of killed processes are
     removed by the next build.
 
+    Raises `UserError` if the folder cannot be written, or the sources change meanwhile.
+
     Parameters
     ----------
     sources : sequence of Path
@@ -86,11 +87,6 @@ def build_once(
         The cache.
     ends : mapping of Path to int, optional
         Bytes at the beginning of a source file that matter. Default: all.
-
-    Raises
-    ------
-    UserError
-        If the folder cannot be written, or the sources change meanwhile.
     """
     source = SourceFiles(sources, form, ends)
     if (copy := _find(source, cache.root)) is not None:
@@ -254,7 +250,6 @@ class Entry:
 
     Attributes
     ----------
-    path : Path
     kind : str
         One of `KINDS`.
     model, form : str

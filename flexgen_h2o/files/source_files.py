@@ -32,7 +32,6 @@ class SourceFiles:
 
     Parameters
     ----------
-    paths : sequence of Path
     form : str
         The target format of the copy.
     ends : mapping of Path to int, optional
@@ -42,7 +41,6 @@ class SourceFiles:
     ----------
     key : str
         Hash of the target format, and of sizes and samples of the files.
-    files : list of (path, size, modification time)
     """
 
     _digests: dict[str, str] = {}  # by key and files

@@ -92,7 +92,7 @@ def num_selected(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 
 def num_hot_slots(h2o: H2OConfig | None, layer: int, slots: int, share: float | None) -> int:
     """Return the hot-set slots of a KV head, for a cache with `slots` slots per sequence.
 
-    Return 0 in layers that are fetched whole. `share` is `Policy.fast_set`.
+    Return 0 in layers that are fetched whole. `share` is `Policy.hot_set`.
     """
     count = num_selected(h2o, layer, slots)
     if count is None:

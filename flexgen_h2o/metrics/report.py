@@ -188,12 +188,10 @@ class PhaseTime:
 
     Attributes
     ----------
-    name : str
     wall : float
         Seconds of the phase.
     idle : float
         Seconds in which no lane was busy.
-    lanes : dict of str to LaneTime
     """
 
     name: str

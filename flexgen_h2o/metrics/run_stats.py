@@ -22,20 +22,14 @@ class RunStats:
 
     Attributes
     ----------
-    model, dtype, device : str
-    num_parameters : int
-    num_prompts : int
     prompt_tokens, generated_tokens : int
         Tokens of all prompts, without padding and tokens after EOS.
-    gpu_batch_size, num_gpu_batches : int
-    load_seconds, prefill_seconds, decode_seconds : float
     step_seconds : list of float
         Seconds of each decode step of each block: a sequence's latency per token.
     decode_slots, idle_slots : int
         Rows that the decode steps computed, and how many of them belonged to finished sequences.
     draft_tokens, accepted_tokens : int
         Tokens that speculative decoding drafted and verified, and how many of them were accepted.
-    peak_device_bytes, peak_process_bytes : int
     kv_cache_bytes : int
         Bytes at rest of the largest block's cache.
     full_kv_cache_bytes : int
@@ -202,10 +196,7 @@ class RunStats:
         Decode takes the mean measured step times ``gen_len - 1`` for every block, and the generated
         tokens grow in proportion. Steps, links and peaks stay as measured.
 
-        Raises
-        ------
-        UserError
-            There is decode time to project and no step was measured.
+        Raises `UserError` if there is decode time to project and no step was measured.
         """
         if gen_len > 1 and (cut < 2 or not self.step_seconds):
             raise UserError("no decode step was measured to project from: cut at 2 tokens or more")

@@ -40,7 +40,6 @@ class RecalledTokens:
         Tokens that a new token attends to.
     cached : float
         Tokens that they are selected from.
-    kv_heads : int
     record : float
         Bytes of a token's key and value, all KV heads together.
     held : float
@@ -151,13 +150,7 @@ def read_shares(groups: float, length: float) -> tuple[float, float]:
 
 
 class CacheCosts:
-    """Cost of the cache in an average decoder layer of an average forward pass.
-
-    Parameters
-    ----------
-    hardware : Hardware
-    run : PlannedRun
-    """
+    """Cost of the cache in an average decoder layer of an average forward pass."""
 
     def __init__(self, hardware: Hardware, run: PlannedRun):
         self._hardware = hardware
@@ -326,7 +319,7 @@ class CacheCosts:
         load, attended = run.workload, self._attended(layer)
         selected = num_selected(run.cache.h2o, layer, load.prompt_len, load.gen_len // 2)
         hot_slots = num_hot_slots(run.cache.h2o, layer, load.prompt_len + load.gen_len - 1,
-                                  run.policy.fast_set)
+                                  run.policy.hot_set)
         return None if selected is None else RecalledTokens(
             min(selected, attended), attended, run.model.num_kv_heads, self._record, hot_slots)
 

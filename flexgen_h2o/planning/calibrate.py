@@ -66,6 +66,8 @@ def load_or_calibrate(device: Device, offload_dir: str | os.PathLike, *, recalib
                       progress: ProgressCallback) -> Hardware:
     """Return the figures of this machine: cached ones, or else measured ones, which are cached.
 
+    Raises `UserError` if the disk cannot be measured.
+
     Parameters
     ----------
     device : Device
@@ -76,11 +78,6 @@ def load_or_calibrate(device: Device, offload_dir: str | os.PathLike, *, recalib
         Measure again.
     progress : callable
         Gets a description of each measurement before it starts.
-
-    Raises
-    ------
-    UserError
-        The disk cannot be measured.
     """
     path = _calibration_file(device, offload_dir)
     if not recalibrate:
@@ -104,10 +101,7 @@ def load_or_calibrate(device: Device, offload_dir: str | os.PathLike, *, recalib
 def load_calibration(device: Device, offload_dir: str | os.PathLike) -> Hardware | None:
     """Return the cached figures of this machine; None if there are none.
 
-    Raises
-    ------
-    UserError
-        The cached file is damaged.
+    Raises `UserError` if the cached file is damaged.
     """
     path = _calibration_file(device, offload_dir)
     # The memory limit of a container may have changed.

@@ -52,7 +52,6 @@ class Timer:
 
     Parameters
     ----------
-    device : Device
     seconds : float
         Approximate time of all samples of a measurement.
     """
@@ -106,7 +105,6 @@ class DecodeStep:
     ----------
     slots : Tensor [2, sequences, kv_heads, slots, width]
         Keys and values as stored.
-    bits, head_dim : int
     """
 
     def __init__(self, slots: Tensor, *, bits: int, head_dim: int):
@@ -182,7 +180,6 @@ class Sizes:
     hidden, layer_rows : int
         Size of a decoder layer. Its activations must exceed the caches, as in a run, and its
         matmuls must not hide the rest.
-    logits : (sequences, vocabulary)
     scratch : int
         Bytes of the file that is written and read.
     copied : int
@@ -221,10 +218,8 @@ class Rates:
 
     Parameters
     ----------
-    device : Device
     dtype : torch.dtype
         Data type of weights, cache and activations.
-    sizes : Sizes
 
     Attributes
     ----------

@@ -58,7 +58,6 @@ class Estimate:
 
     Attributes
     ----------
-    prefill : Phase
     step : Phase
         An average decode step.
     steps : int
@@ -86,6 +85,9 @@ class Estimate:
 def estimate(hardware: Hardware, run: PlannedRun) -> Estimate:
     """Predict the times of one block of `run` on a machine.
 
+    Raises `UserError` if the run computes on the host of a GPU, and the machine has no rates for
+    that.
+
     Parameters
     ----------
     hardware : Hardware
@@ -93,11 +95,6 @@ def estimate(hardware: Hardware, run: PlannedRun) -> Estimate:
     run : PlannedRun
         Its weight shares are taken to hold in every layer and in the head, although the engine
         places whole tensors.
-
-    Raises
-    ------
-    UserError
-        The run computes on the host of a GPU, and the machine has no rates for that.
     """
     shares, load = placement_shares(run), run.workload
     phases = []

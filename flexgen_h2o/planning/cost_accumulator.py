@@ -47,12 +47,7 @@ class LayerStepCost:
 
 
 class CostAccumulator:
-    """Accumulator of the seconds of one layer step.
-
-    Attributes
-    ----------
-    seconds : float array [RESOURCES, TERMS]
-    """
+    """Accumulator of the seconds of one layer step."""
 
     def __init__(self, hardware: Hardware):
         self._hardware = hardware

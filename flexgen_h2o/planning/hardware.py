@@ -137,14 +137,12 @@ class Hardware:
 
     Attributes
     ----------
-    name : str
     gpu_bytes : int or None
         Memory of the GPU; None where the CPU computes, in host memory.
     cpu_bytes, disk_bytes : int
         Host memory and disk space that a run may use.
     links : mapping of str to float
         Bytes per second of each of `trace.LINKS`; without a GPU only the links of the disk.
-    compute : ComputeRates
     host_attention : HostAttentionRates or None
         Only on a machine with a GPU.
     interference : float
@@ -289,11 +287,8 @@ class _Machine(StrictStruct, frozen=True):
 def load_hardware(path: str | os.PathLike) -> Hardware:
     """Read a machine from a YAML file.
 
-    Raises
-    ------
-    UserError
-        The file cannot be read, or a key is unknown, missing or out of range; the message names the
-        file and the key.
+    Raises `UserError` if the file cannot be read, or a key is unknown, missing or out of range; the
+    message names the file and the key.
     """
     file = validate(_Machine, _with_current_names(read_yaml("hardware file", path)), str(path))
     validate(mapping_of(LINKS if file.gpu_gb else HOST_LINKS, _Rate), file.links_gb_per_s,

@@ -63,10 +63,8 @@ class MemoryPlan:
     def check(self, limits: MemoryLimits) -> None:
         """Check that the plan fits.
 
-        Raises
-        ------
-        UserError
-            It does not fit; the message has the sums, the limits and a placement that fits.
+        Raises `UserError` if it does not fit; the message has the sums, the limits and a placement
+        that fits.
         """
         short = self.shortfalls(limits)
         if not short:
@@ -209,13 +207,10 @@ class MemoryCheck:
 
     Parameters
     ----------
-    model : ModelConfig
-    weights : WeightOptions
     itemsize : int
         Bytes of an element in the run's dtype.
     writes_weights : bool
         Weights on the disk tier are written to `offload_dir`.
-    offload_dir : str
     max_bytes : mapping of str to int or None
         Upper bounds of the bytes that count as free, for the tiers `cpu` and `gpu`.
     device_bytes : callable () -> int or None
@@ -241,17 +236,14 @@ class MemoryCheck:
                    loaded_bytes: int | None, show: bool = False) -> None:
         """Check that a run fits, before anything is allocated for it.
 
+        Raises `UserError` if a tier has too little memory.
+
         Parameters
         ----------
         loaded_bytes : int or None
             Resident bytes of the process after the weights were loaded; None before.
         show : bool
             Print the plan first.
-
-        Raises
-        ------
-        UserError
-            A tier has too little memory.
         """
         plan, limits = self.plan(policy, cache, workload, loaded_bytes=loaded_bytes)
         if show:

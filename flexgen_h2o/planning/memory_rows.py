@@ -330,7 +330,7 @@ def _paged_cache(run: PlannedRun, num_slots: Sequence[int], record: int) -> Memo
     """
     host, disk, heads = 0, 0, run.model.num_kv_heads
     for layer, slots in enumerate(num_slots):
-        fast = num_hot_slots(run.cache.h2o, layer, slots, run.policy.fast_set)
+        fast = num_hot_slots(run.cache.h2o, layer, slots, run.policy.hot_set)
         if not fast:
             disk += record * slots
             continue
@@ -349,7 +349,7 @@ def _hot_set_bytes(run: PlannedRun, num_slots: Sequence[int], record: int) -> in
     """
     nbytes, heads = 0, run.model.num_kv_heads
     for layer, slots in enumerate(num_slots):
-        fast = num_hot_slots(run.cache.h2o, layer, slots, run.policy.fast_set)
+        fast = num_hot_slots(run.cache.h2o, layer, slots, run.policy.hot_set)
         if fast:
             nbytes += record * (fast + 1) + heads * 4 * (2 * slots + 2 * fast)
     return run.workload.num_gpu_batches * nbytes

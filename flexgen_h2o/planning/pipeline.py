@@ -106,10 +106,8 @@ def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: Me
 
     Layers are balanced by time, or by number if that does not fit.
 
-    Raises
-    ------
-    UserError
-        A rank has too little memory either way, or there are fewer layers than ranks.
+    Raises `UserError` if a rank has too little memory either way, or there are fewer layers than
+    ranks.
     """
     if ranks > run.model.num_layers:
         raise UserError(f"{run.model.name} has {run.model.num_layers} layers, too few for "
@@ -130,10 +128,7 @@ def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits
 
     The policy is searched for one rank with the most layers, an embedding and a head.
 
-    Raises
-    ------
-    UserError
-        Nothing fits; the message names the memory that is missing.
+    Raises `UserError` if nothing fits; the message names the memory that is missing.
     """
     layers = math.ceil(request.model.num_layers / ranks)
     part = replace(request, model=request.model.slice_layers(0, layers), groups=ranks)

@@ -40,7 +40,6 @@ class PlacementSolver:
 
     Parameters
     ----------
-    hardware : Hardware
     run : PlannedRun
         Its own placements are ignored.
     limits : MemoryLimits

@@ -167,8 +167,6 @@ class PlannedRun:
 
     Attributes
     ----------
-    model : ModelConfig
-    policy : Policy
     workload : Workload
         Lengths and batch sizes of the largest block.
     itemsize : int
@@ -177,8 +175,6 @@ class PlannedRun:
         Compute memory is separate from host memory.
     writes_weights : bool
         Weights on the disk tier are written there; otherwise they are read from the checkpoint.
-    cache : CacheOptions
-    weights : WeightOptions
     stage : Stage or None
         The pipeline stage, if the run is the part of one rank.
     groups : int
@@ -392,7 +388,7 @@ class PlannedRun:
     @property
     def recalls_from_disk(self) -> bool:
         """True if decode steps read only selected tokens of a cache on disk."""
-        return self.policy.fetch_chosen and not self.cache.simulated and not self.has_gpu
+        return self.policy.selective_fetch and not self.cache.simulated and not self.has_gpu
 
     @property
     def recalls_in_place(self) -> bool:
@@ -403,7 +399,7 @@ class PlannedRun:
     @property
     def has_hot_set(self) -> bool:
         """True if a GPU keeps a hot set of a cache in host memory."""
-        return self.policy.fetch_chosen and self.recalls_in_place
+        return self.policy.selective_fetch and self.recalls_in_place
 
     @property
     def attends_on_host(self) -> bool:

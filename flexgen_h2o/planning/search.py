@@ -46,7 +46,6 @@ class PlanRequest:
 
     Attributes
     ----------
-    model : ModelConfig
     prompt_len, gen_len : int
         Tokens of the longest prompt, and tokens to generate.
     itemsize : int
@@ -115,7 +114,6 @@ class PlanCandidate:
 
     Attributes
     ----------
-    run : PlannedRun
     estimate : Estimate
         Estimate of one block.
     sequences : int
@@ -167,10 +165,7 @@ def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> li
     """Search runs that fit and differ in batch shape, formats or place of attention, the best
     first.
 
-    Raises
-    ------
-    UserError
-        Nothing fits; the message names the memory that is missing.
+    Raises `UserError` if nothing fits; the message names the memory that is missing.
     """
     solvers = [solver for run in _prune_options(hardware, request, limits)
                for solver in _candidate_solvers(hardware, request, run, limits)]
@@ -289,11 +284,11 @@ def _drop_unused_features(run: PlannedRun | None, request: PlanRequest) -> Plann
         return None
     policy, requested = run.policy, request.policy
     on_host = policy.cpu_cache_compute and (policy.cache.cpu > 0 or requested.cpu_cache_compute)
-    fetches = policy.fetch_chosen and (
+    fetches = policy.selective_fetch and (
         not on_host and policy.cache.cpu > 0 if run.has_gpu else policy.cache.disk > 0)
     return replace(run, policy=replace(
-        policy, cpu_cache_compute=on_host, fetch_chosen=fetches,
-        fast_set=policy.fast_set if fetches else None))
+        policy, cpu_cache_compute=on_host, selective_fetch=fetches,
+        hot_set=policy.hot_set if fetches else None))
 
 
 _TIES: tuple[tuple[str, Callable[[PlannedRun], int]], ...] = (

@@ -45,6 +45,8 @@ class RequestLines(Protocol):
 class JobInput:
     """The lines of a job's input, without blank lines.
 
+    Raises `UserError` if the file cannot be read, is not a regular file, or has no lines.
+
     Parameters
     ----------
     path : str
@@ -62,11 +64,6 @@ class JobInput:
         VALID, INVALID or DUPLICATE.
     offsets : numpy array of uint64
         Its offset in bytes.
-
-    Raises
-    ------
-    UserError
-        The file cannot be read, is not a regular file, or has no lines.
     """
 
     def __init__(self, path: str, *, progress: Callable[[int, int], None] | None = None):

@@ -135,8 +135,6 @@ class Defaults:
     ----------
     models : collection of str
         Names of the model.
-    max_tokens : int
-    temperature : float
     seed : int
         Combined with a request's id.
     fields : mapping
@@ -156,10 +154,8 @@ class JobRequest:
 
     Attributes
     ----------
-    custom_id : str
     chat : bool
         Whether the request is a chat, with `messages`, or a completion, with `prompts`.
-    messages : tuple of mappings
     prompts : tuple
         Each is text or a list of token ids.
     n : int
@@ -174,7 +170,6 @@ class JobRequest:
         Add the tokenizer's special tokens to texts.
     echo : bool
         The answer begins with the prompt.
-    template_arguments : mapping
     """
 
     custom_id: str

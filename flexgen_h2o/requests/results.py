@@ -55,15 +55,12 @@ class ResultsFile:
     is truncated when the file is opened. If it is not the start of a result line, it stays, and
     `answered` raises. `answered` also truncates lines that a power loss has left incomplete.
 
+    Raises `UserError` if the file cannot be written, or another job writes it.
+
     Parameters
     ----------
     flag, path : str
         The flag that names the file, and the file.
-
-    Raises
-    ------
-    UserError
-        The file cannot be written, or another job writes it.
     """
 
     def __init__(self, flag: str, path: str):
@@ -153,10 +150,8 @@ class ResultsFile:
 
         Failures of lines that are no longer in the input are ignored.
 
-        Raises
-        ------
-        UserError
-            A line is not a result, or answers a request that the input does not have.
+        Raises `UserError` if a line is not a result, or answers a request that the input does not
+        have.
         """
         keys, success = array("Q"), array("B")
         torn, end = False, 0  # whether a line is torn, and the bytes before it

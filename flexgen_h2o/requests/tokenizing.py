@@ -90,14 +90,12 @@ class TokenizedRequest:
     ----------
     place : int
         Place in the input.
-    request : JobRequest
     prompts : list of list of int
         Token ids of each prompt.
     limits : list of int
         Maximum number of new tokens of each prompt.
     outputs : dict of int to Output
         Outputs of finished choices, until all are finished.
-    answered : bool
     """
 
     place: int
@@ -144,8 +142,6 @@ class RequestTokenizer:
 
     Parameters
     ----------
-    encoder : Encoder
-    defaults : Defaults
     template : str, optional
         Chat template that replaces the tokenizer's.
     """

@@ -45,14 +45,10 @@ class Api:
 
     Parameters
     ----------
-    store : Store
-    scheduler : Scheduler
-    tokenizer : RequestTokenizer
     defaults : Defaults
         Values of fields that live requests do not give, and the names of the model.
     model : str
         Name of the model in answers.
-    max_model_len : int
     max_file : int
         Maximum bytes of an uploaded file.
     """

@@ -43,16 +43,11 @@ class BatchRun:
 
     Parameters
     ----------
-    store : Store
-    batch : Batch
-    tokenizer : RequestTokenizer
     parser : ReasoningParser or None
         See `answer_line`.
 
     Attributes
     ----------
-    id : str
-    created_at, expires_at : int
     counts : Counts
         Requests that have result lines.
     outstanding : dict of int to TokenizedRequest

@@ -46,8 +46,6 @@ class Dashboard:
 
     Parameters
     ----------
-    store : Store
-    scheduler : Scheduler
     model : str
         Name of the model.
     plan : sequence of str

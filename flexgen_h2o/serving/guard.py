@@ -66,7 +66,6 @@ class Guard:
 
     Parameters
     ----------
-    app : ASGIApp
     key : str or None
         The key that requests must have.
     host : str

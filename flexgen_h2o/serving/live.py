@@ -42,7 +42,6 @@ class StreamOptions:
 
     Attributes
     ----------
-    stream : bool
     include_usage : bool
         The last event has the numbers of tokens.
 
@@ -76,12 +75,10 @@ class LiveRequest:
 
     Parameters
     ----------
-    request : TokenizedRequest
     model : str
         Name of the model in answers.
     parser : ReasoningParser or None
         See `answer_body`.
-    metrics : Metrics
     """
 
     def __init__(self, request: TokenizedRequest, model: str, parser: ReasoningParser | None,

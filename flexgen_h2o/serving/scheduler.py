@@ -82,10 +82,6 @@ class Scheduler:
 
     Parameters
     ----------
-    llm : LLM
-    store : Store
-    tokenizer : RequestTokenizer
-    metrics : Metrics
     max_model_len : int
         Maximum number of tokens of a prompt and its continuation.
     block_seconds : float

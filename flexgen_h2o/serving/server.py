@@ -22,7 +22,6 @@ class Server(uvicorn.Server):
 
     Parameters
     ----------
-    app : ASGIApp
     scheduler : Scheduler
         Runs with the server, in the thread that calls `run`.
     listener : socket

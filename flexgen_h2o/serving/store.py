@@ -114,16 +114,13 @@ _Record = TypeVar("_Record", File, Batch)
 class Store:
     """The files and batches of a server, on disk. Methods may be called from any thread.
 
+    Raises `UserError` if the folder cannot be written, another server uses it, or the database is
+    damaged or of a newer release.
+
     Parameters
     ----------
     folder : str
         It is created if it is missing. One server at a time uses it.
-
-    Raises
-    ------
-    UserError
-        The folder cannot be written, another server uses it, or the database is damaged or of a
-        newer release.
     """
 
     def __init__(self, folder: str):

@@ -40,9 +40,9 @@ def fetched(request, monkeypatch) -> dict[str, object]:
         open_devices(monkeypatch, Device)
         monkeypatch.setattr(PageLayout, "page_tokens", 5)
         monkeypatch.setattr(budget, "HOT_SET_FACTOR", 1)
-        return {"cache": DISK, "fetch_chosen": True}
+        return {"cache": DISK, "selective_fetch": True}
     open_devices(monkeypatch, LazyDevice)
-    return {"cache": HOST, "fetch_chosen": request.param == "hot set"}
+    return {"cache": HOST, "selective_fetch": request.param == "hot set"}
 
 
 on_disk = pytest.mark.parametrize("fetched", ["disk"], indirect=True)
@@ -70,8 +70,8 @@ def test_pages_keep_their_tokens():
     ("disk", {"cache": Placement(40, 0, 60), "gpu_batch_size": 2, "overlap": False}),
     ("in place", {"cache": Placement(30, 40, 30)}),
     ("hot set", {"prefill_chunk": 16, "cache_bits": (8, 4)}),
-    ("hot set", {"fast_set": 0.7, **OTHER_BLOCKS}),
-    *full_cases(("disk", {}), ("disk", {"cache_bits": (8, 4)}), ("disk", {"fast_set": 0.4}),
+    ("hot set", {"hot_set": 0.7, **OTHER_BLOCKS}),
+    *full_cases(("disk", {}), ("disk", {"cache_bits": (8, 4)}), ("disk", {"hot_set": 0.4}),
                 ("in place", {}),
                 ("disk", {"prefill_chunk": 16, "overlap": False}),
                 *((place, options) for place in ("in place", "hot set") for options in (
@@ -121,7 +121,7 @@ def test_larger_hot_set_misses_less(tiny_model, fetched):
     on_disk = fetched["cache"] == DISK
     loads, read = [], []
     for share in (0.3, 0.6, 1.0):
-        first, rest = (run(tiny, prompts, RECALL, new=new, fast_set=share, overlap=False,
+        first, rest = (run(tiny, prompts, RECALL, new=new, hot_set=share, overlap=False,
                            **fetched)[1] for new in (2, 20))
         loads.append(first.recall_loads)
         read.append(rest.recall_loads - first.recall_loads * on_disk)
@@ -171,23 +171,23 @@ def test_devices_without_zero_copy_fetch_whole_layers(tiny_model, monkeypatch, z
         llm.generate(prompts_of(tiny)[:1], max_new_tokens=2)
         assert [type(tier) for tier in cache_of(llm).tiers] == [kind]
     if not zero_copy:
-        with pytest.raises(UserError, match="fetch_chosen needs the kernels of a GPU"):
-            LLM(str(tiny.folder), h2o=RECALL, policy=Policy(cache=HOST, fetch_chosen=True))
+        with pytest.raises(UserError, match="selective_fetch needs the kernels of a GPU"):
+            LLM(str(tiny.folder), h2o=RECALL, policy=Policy(cache=HOST, selective_fetch=True))
 
 
-CHOSEN = {"fetch_chosen": True}
+CHOSEN = {"selective_fetch": True}
 
 
 @pytest.mark.parametrize(("device", "h2o", "policy", "words"), [
-    (Device, None, CHOSEN, "fetch_chosen has no effect without recall"),
-    (Device, RECALL, CHOSEN, "fetch_chosen has no effect on a cache in memory"),
+    (Device, None, CHOSEN, "selective_fetch has no effect without recall"),
+    (Device, RECALL, CHOSEN, "selective_fetch has no effect on a cache in memory"),
     (Device, replace(RECALL, simulate=True), {"cache": DISK, **CHOSEN}, "in a simulation"),
-    (Device, RECALL, {"cache": DISK, "fast_set": 0.5}, "has no effect without fetch_chosen"),
+    (Device, RECALL, {"cache": DISK, "hot_set": 0.5}, "has no effect without selective_fetch"),
     (LazyDevice, RECALL, {"cache": Placement(50, 0, 50), **CHOSEN},
      "no part of the cache is in host memory"),
     (LazyDevice, RECALL, {"cache": HOST, "cpu_cache_compute": True, **CHOSEN},
-     "fetch_chosen has no effect .*leave one of them out")])
-def test_fetch_chosen_without_effect_raises(tiny_model, monkeypatch, device, h2o, policy, words):
+     "selective_fetch has no effect .*leave one of them out")])
+def test_selective_fetch_without_effect_raises(tiny_model, monkeypatch, device, h2o, policy, words):
     open_devices(monkeypatch, device)
     with pytest.raises(UserError, match=words):
         LLM(str(tiny_model("llama").folder), h2o=h2o, policy=Policy(**policy))

@@ -336,7 +336,7 @@ def test_too_long_prompt_is_refused_by_token_count(model, here, capfd, monkeypat
 
 
 @pytest.mark.parametrize(("read", "keys"), [
-    (launch.read_prompts, "prompt"), (articles.read_articles, "article"),
+    (launch.read_prompts, "prompt"),
     (articles.read_summary_tasks, "article summary_gt stop"),
     (articles.read_conversations, "turns")])
 def test_lone_surrogates_in_files_are_refused(here, read, keys):

@@ -174,11 +174,12 @@ REFUSED = {
         ({"budget_of": "text"}, "--budget-of text has no effect on the full cache"),
         ({"recall": True}, "--recall has no effect on the full cache: give --hh-ratio"),
         ({"hh_ratio": 0.1, "index_bits": 2}, "--index-bits has no effect: add --recall"),
-        ({"hh_ratio": 0.1, "recall": True, "fast_set": 0.5},
-         "--fast-set has no effect: add --fetch-chosen"),
-        ({"hh_ratio": 0.1, "fetch_chosen": True}, "--fetch-chosen has no effect: add --recall"),
-        ({"hh_ratio": 0.1, "recall": True, "fetch_chosen": True},
-         "--fetch-chosen has no effect on a cache in memory: let --percent leave some on disk"),
+        ({"hh_ratio": 0.1, "recall": True, "hot_set": 0.5},
+         "--hot-set has no effect: add --selective-fetch"),
+        ({"hh_ratio": 0.1, "selective_fetch": True},
+         "--selective-fetch has no effect: add --recall"),
+        ({"hh_ratio": 0.1, "recall": True, "selective_fetch": True},
+         "--selective-fetch has no effect on a cache in memory: let --percent leave some on disk"),
         ({"hh_ratio": 0.1, "recall": True, "score": "mean"}, "leave --score out"),
         ({"hh_ratio": 0.1, "recall": True, "eviction": "window"}, "leave --eviction window out"),
         ({"hh_ratio": 0.1, "recall": True, "prefill_chunk": 8, "evict_while_prefilling": True},
@@ -427,13 +428,13 @@ def test_real_prompts_stop_at_the_models_end():
 def test_policy_and_sampling_carry_the_flags():
     config = RunConfig(percent="0 50 20 30", gpu_batch_size=8, num_gpu_batches=2, overlap=False,
                        pin_weight=False, prefill_chunk=64, cpu_cache_compute=True, sep_layer=True,
-                       hh_ratio=0.1, recall=True, fetch_chosen=True, fast_set=0.5,
+                       hh_ratio=0.1, recall=True, selective_fetch=True, hot_set=0.5,
                        refill_share=0.25, do_sample=True, top_k=7, temperature=0.5, gen_len=9,
                        seed=3)
     assert config.policy() == Policy(8, 2, Placement(0, 50, 50), Placement(20, 30, 50),
                                      Placement(100, 0, 0), overlap=False, pin_weight=False,
                                      prefill_chunk=64, cpu_cache_compute=True, sep_layer=True,
-                                     refill_share=0.25, fetch_chosen=True, fast_set=0.5)
+                                     refill_share=0.25, selective_fetch=True, hot_set=0.5)
     expected = SamplingParams(9, do_sample=True, top_k=7, temperature=0.5, eos_token_id=-1, seed=3)
     assert config.sampling() == expected
 

@@ -79,7 +79,7 @@ def test_a_model_without_experts_has_nothing_to_count(command, tiny_model, capfd
     (("--count-experts", "c.json", "--expert-counts", "c.json"), "name the same file"),
     (("--count-experts", "none/c.json", "--no-log"), "cannot write --count-experts"),
     (("--expert-counts", "none.json"), "cannot read --expert-counts none.json"),
-    (("--expert-counts", "c.json"), "on experts that are all in one place"),
+    (("--expert-counts", "c.json"), "on experts that are all on one tier"),
 ])
 def test_invalid_count_flags(argv, words, capfd):
     Path("c.json").write_text(made())

@@ -105,10 +105,24 @@ def test_flags(argv, expected):
     assert {name: getattr(config, name) for name in expected} == expected
 
 
+def test_flags_have_other_spellings(tmp_path):
+    """Underscores, names of the H2O repository, and names of columns; also in YAML."""
+    names = ["--model_name", "m", "--batch-size=2", "--gen_len", "3", "--recall", "--hh_ratio=0.1",
+             "--percent", "100", "0", "0", "0", "--fetch-chosen", "--fast_set", "0.5"]
+    config = generate.parse_args(names)
+    assert (config.model, config.gpu_batch_size, config.gen_len) == ("m", 2, 3)
+    assert config.selective_fetch and config.hot_set == 0.5
+    file = tmp_path / "c.yaml"
+    file.write_text("hh_ratio: 0.1\nrecall: true\npercent: 100 0 0 0\nfetch_chosen: true\n"
+                    "fast_set: 0.4\n")
+    saved = generate.parse_args(["--config", str(file), "--hot-set", "0.6"])
+    assert saved.selective_fetch and saved.hot_set == 0.6
+
+
 @pytest.mark.parametrize(("argv", "match"), [
     (["--gen-len", "ten"], "expected an integer"),
     (["--gen-lem", "3"], r"unknown flag --gen-lem: did you mean --gen-len\?"),
-    (["--gen_len=3"], r"unknown flag --gen_len: did you mean --gen-len\?"),
+    (["--gen_lem=3"], r"unknown flag --gen_lem: did you mean --gen-len\?"),
     (["--max-new-tokens", "3"], r"unknown flag --max-new-tokens: did you mean --gen-len\?"),
     (["--xyzzy"], "unknown flag --xyzzy: see --help for the names"),
     (["stray"], "'stray' belongs to no flag"),

@@ -430,23 +430,23 @@ def test_from_disk_recall_is_proposed_where_it_reads_less(tmp_path):
     assert plan_of(tmp_path, CPU, **disk, prompt_len=300).recall is None
     for options in ({"prompt_len": 300, "overlap": False}, {"prompt_len": 1900}):
         plan = plan_of(tmp_path, CPU, **disk, **options)
-        assert plan.recall.flags == "--hh-ratio 0.1 --recall --fetch-chosen"
+        assert plan.recall.flags == "--hh-ratio 0.1 --recall --selective-fetch"
         assert plan.recall.choice.run.recalls_from_disk
 
 
-def test_fetch_chosen_without_effect_is_dropped(tmp_path):
-    recall = {"model": "opt-125m", "hh_ratio": 0.1, "recall": True, "fetch_chosen": True,
+def test_selective_fetch_without_effect_is_dropped(tmp_path):
+    recall = {"model": "opt-125m", "hh_ratio": 0.1, "recall": True, "selective_fetch": True,
               "percent": "auto", "num_prompts": 4}
     plan = plan_of(tmp_path, CPU, **recall)
-    assert "--fetch-chosen has no effect: this policy leaves nothing" in plan.text
-    assert not plan.config.fetch_chosen and "--fetch-chosen" not in plan.text.splitlines()[1]
+    assert "--selective-fetch has no effect: this policy leaves nothing" in plan.text
+    assert not plan.config.selective_fetch and "--selective-fetch" not in plan.text.splitlines()[1]
     plan = plan_of(tmp_path, GPU, **recall)
-    assert "--fetch-chosen has no effect: this policy leaves nothing" in plan.text
+    assert "--selective-fetch has no effect: this policy leaves nothing" in plan.text
     plan = plan_of(tmp_path, GPU, **recall | {"percent": (100, 0, 0, 100, 100, 0)})
     whole = plan_of(tmp_path, GPU, **recall | {"percent": (100, 0, 0, 100, 100, 0),
-                                               "fetch_chosen": False})
+                                               "selective_fetch": False})
     links = [each.best.estimate.step.resources["cpu->gpu"] for each in (plan, whole)]
-    assert plan.config.fetch_chosen and 0 < links[0] < links[1]
+    assert plan.config.selective_fetch and 0 < links[0] < links[1]
     with pytest.raises(UserError, match="no part of the cache is in host memory"):
         plan_of(tmp_path, GPU, **recall | {"percent": (100, 0, 50, 0, 100, 0)})
 

@@ -37,7 +37,7 @@ OPTIONS = {
                                      cache=Placement(0, 0, 100)),
                     "h2o": H2OConfig(heavy_ratio=0.15)},
     "recall from disk": {"policy": Policy(gpu_batch_size=5, cache=Placement(0, 0, 100),
-                                          fetch_chosen=True),
+                                          selective_fetch=True),
                          "h2o": H2OConfig(heavy_ratio=0.1, recall=True)},
     "sparse": {"attn_sparsity": 0.5},
     "simulated": {"h2o": H2OConfig(heavy_ratio=0.2, simulate=True)},

@@ -432,8 +432,8 @@ def test_a_run_costs_three_percent_more_at_most(tiny_model, monkeypatch, row_sec
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"policy": Policy(speculate="ngram", cache=DISK, fetch_chosen=True),
-      "h2o": H2OConfig(heavy_ratio=0.1, recall=True)}, "fetch_chosen"),
+    ({"policy": Policy(speculate="ngram", cache=DISK, selective_fetch=True),
+      "h2o": H2OConfig(heavy_ratio=0.1, recall=True)}, "selective_fetch"),
     ({"policy": Policy(speculate="ngram"), "h2o": H2OConfig(heavy_ratio=0.1, simulate=True)},
      "simulation"),
 ])
@@ -469,8 +469,8 @@ def test_bad_values(options):
 
 @pytest.mark.parametrize(("flags", "words"), [
     ({"speculate": "ngram", "pipeline_parallel": 2}, "--pipeline-parallel"),
-    ({"speculate": "ngram", "fetch_chosen": True, "recall": True, "hh_ratio": 0.1,
-      "percent": (100, 0, 0, 0)}, "fetch_chosen"),
+    ({"speculate": "ngram", "selective_fetch": True, "recall": True, "hh_ratio": 0.1,
+      "percent": (100, 0, 0, 0)}, "selective_fetch"),
     ({"num_speculative_tokens": 4}, "without --speculate"),
     ({"speculate": "oracle"}, "--speculate must be one of none, ngram"),
     ({"speculate": "ngram", "draft_model": "opt"}, "draft_model has no effect"),

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from articles import read_articles, select_articles, split_halves
 from helpers.error_cases import refused
 
 from flexgen_h2o.files.articles import (
     Article,
     Turn,
     first_sentence,
-    read_articles,
     read_conversations,
     read_summary_tasks,
-    select_articles,
-    split_halves,
     strip_prompt,
 )
 

@@ -10,6 +10,7 @@ import resource
 from contextlib import contextmanager
 
 import pytest
+from csv_files import write_csv
 from helpers.error_cases import refused
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.cli.results import check_results, result_files, write_results
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import CsvWriter, JsonlWriter, append_row, write_csv
+from flexgen_h2o.files.rows import CsvWriter, JsonlWriter, append_row
 from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.outputs import Output
 

@@ -6,8 +6,9 @@ import math
 import random
 
 import pytest
+from articles import perplexity
 
-from flexgen_h2o.metrics.statistics import bootstrap_interval, perplexity
+from flexgen_h2o.metrics.statistics import bootstrap_interval
 
 
 def test_perplexity_of_probability_0_is_infinite():

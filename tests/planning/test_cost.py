@@ -286,7 +286,7 @@ def test_recall_reads_what_is_missing_and_writes_each_token_once():
     missing = RecallRates(miss_factor=68.5 / 16 / 128 * held**0.5 / (1 - held) ** 1.5,
                           fetch_overhead=2)
     for overlap in (False, True):
-        run = planned(cache=ON_DISK, gpu=False, batch=(4, 2), h2o=RECALL, fetch_chosen=True,
+        run = planned(cache=ON_DISK, gpu=False, batch=(4, 2), h2o=RECALL, selective_fetch=True,
                       overlap=overlap)
         hardware = replace(machine(gpu=False, read=1.0, write=1e30), recall=missing)
         step = estimate(hardware, run).step
@@ -305,7 +305,7 @@ def test_recall_reads_overlap_attention_of_half_a_batch(sequences, share):
     compute = replace(FREE, head_seconds=1e5)
     hardware = replace(machine(compute, gpu=False, read=1.0, write=1e30),
                        recall=RecallRates(call_overhead=2, fetch_overhead=0))
-    run = planned(cache=ON_DISK, gpu=False, batch=(sequences, 1), h2o=RECALL, fetch_chosen=True)
+    run = planned(cache=ON_DISK, gpu=False, batch=(sequences, 1), h2o=RECALL, selective_fetch=True)
     attention = 12 * sequences * 12 * 2 * 1e5
     for rate, longer in ((1e-3, True), (1e30, False)):
         links = {**hardware.links, "disk->cpu": rate}
@@ -351,7 +351,7 @@ def test_layers_that_do_not_recall_cost_what_they_read():
     recall = H2OConfig(heavy_ratio=ratios, recent_ratio=ratios, recall=True)
     each, none, half = (
         estimate(machine(gpu=False), planned(cache=ON_DISK, gpu=False, h2o=h2o, overlap=False,
-                                             fetch_chosen=h2o is not None)
+                                             selective_fetch=h2o is not None)
                  ).step.resources["disk->cpu"] for h2o in (RECALL, None, recall))
     none *= 68.5 / 72  # it is read in slots
     assert half == pytest.approx((each + none) / 2)

@@ -275,10 +275,10 @@ def test_workspace_of_products_with_quantized_weights(monkeypatch, cfg, group, f
 # take 2 * 8 * 128 * 2 = 4096 bytes in a layer. The block has 4 * 2 sequences of 512 + 32 tokens.
 
 
-def cache_plan(*percent, chunk=None, on_cpu=False, has_gpu=False, fetch_chosen=False,
-               fast_set=None, **cache):
+def cache_plan(*percent, chunk=None, on_cpu=False, has_gpu=False, selective_fetch=False,
+               hot_set=None, **cache):
     policy = replace(make_policy(*percent), prefill_chunk=chunk, cpu_cache_compute=on_cpu,
-                     fetch_chosen=fetch_chosen, fast_set=fast_set)
+                     selective_fetch=selective_fetch, hot_set=hot_set)
     if "h2o" in cache:
         cache["h2o"] = H2OConfig(**cache["h2o"])
     return memory_plan(LLAMA_8B, policy, LOAD, itemsize=2, has_gpu=has_gpu,
@@ -327,20 +327,20 @@ def test_a_compressed_cache_takes_its_groups(bits):
 
 def test_recall_from_disk_has_records_and_a_hot_set():
     h2o = {"heavy_ratio": 0.1, "recall": True}
-    found = rows(cache_plan(0, 0, 0, 0, fetch_chosen=True, h2o=h2o))
+    found = rows(cache_plan(0, 0, 0, 0, selective_fetch=True, h2o=h2o))
     assert found["cache"] == (0, 0, 8 * 32 * 68 * 8 * 4096), "68 rows of 8 tokens, 8 KV heads"
     chosen = 2 * 54  # of 543 tokens
     numbers = 8 * 4 * (2 * 543 + 2 * chosen)
     assert found["hot set"] == (0, 8 * 32 * (4096 * (2 * chosen + 16) + numbers), 0)
     assert "hot set" not in rows(cache_plan(0, 0, 0, 0, h2o=h2o))
-    half = rows(cache_plan(0, 0, 0, 0, fetch_chosen=True, fast_set=0.5, h2o=h2o))
+    half = rows(cache_plan(0, 0, 0, 0, selective_fetch=True, hot_set=0.5, h2o=h2o))
     assert half["hot set"] == (
         0, 8 * 32 * (4096 * (271 + 16) + 8 * 4 * (2 * 543 + 271)), 0), "half of 543 tokens"
 
 
 def test_recall_from_host_memory_has_a_hot_set_on_the_gpu():
     placed = {"has_gpu": True, "h2o": {"heavy_ratio": 0.1, "recall": True}}
-    found = rows(cache_plan(100, 0, 25, 75, fetch_chosen=True, **placed))
+    found = rows(cache_plan(100, 0, 25, 75, selective_fetch=True, **placed))
     slots = 2 * 2 * 54  # twice what is chosen of 543 tokens
     numbers = 8 * 4 * (2 * 543 + 2 * slots)
     assert found["hot set"] == (6 * 32 * (4096 * (slots + 1) + numbers), 0, 0)

@@ -100,10 +100,7 @@ def publish_error(queue: WindowQueue, error: str) -> None:
 def receive_job(queue: WindowQueue, source: JobInput) -> tuple[np.ndarray, int]:
     """Return the places of the requests that are left, and the requests of a window.
 
-    Raises
-    ------
-    UserError
-        Replica 0 has stopped, or reads another input.
+    Raises `UserError` if replica 0 has stopped, or reads another input.
     """
     job = msgspec.json.decode(queue.wait_for_job(), type=_SharedJob)
     if job.error:
@@ -166,6 +163,8 @@ def merge_replica_files(source: JobInput, *, results: ResultsFile, errors: Resul
                         ) -> dict[str, int]:
     """Merge the replicas' files into the results, one answer for each request, and remove them.
 
+    Raises `UserError` if a file is being written, or has a line that is no result of this job.
+
     Parameters
     ----------
     results, errors : ResultsFile
@@ -175,11 +174,6 @@ def merge_replica_files(source: JobInput, *, results: ResultsFile, errors: Resul
     -------
     dict of str to int
         Counts of the new lines: the arguments of `JobProgress.add`.
-
-    Raises
-    ------
-    UserError
-        A file is being written, or has a line that is no result of this job.
     """
     counts = dict.fromkeys(("answered", "failed", "prompt_tokens", "generated_tokens"), 0)
     paths = replica_files(results.path)

@@ -5,22 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from flexgen_h2o.cli.parser import (
     Parser,
     build_parser,
     check_files,
     check_flags,
-    flag_fields,
-    given_flags,
+    check_no_effect,
+    parse,
+    refuse,
 )
-from flexgen_h2o.cli.request_flags import (
-    RequestOptions,
-    check_supported,
-    generate_flag,
-    request_flags,
-)
+from flexgen_h2o.cli.request_flags import UNSUPPORTED, RequestOptions, request_flags
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.config.weight_layout import AUTO
@@ -175,22 +171,12 @@ def _digest(text: str | None) -> str | None:
     return text and hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class _SharedFlags:
-    """Flags of `run` whose help differs from `generate`'s."""
-
-    hardware: str | None = generate_flag(
-        "hardware", shown="this machine", metavar="FILE.yaml",
-        help="predict for the machine in this file (with --dry-run)",
-    )
-
-
 def parser() -> Parser:
     """Return the parser of the flags."""
-    specs = {spec.name: spec for spec in (*request_flags(BatchOptions, more=("csv",)),
-                                          *fields(_SharedFlags))}
     return build_parser(
-        specs.values(), command="batch",
+        request_flags(BatchOptions, more=("csv",), hardware={
+            "help": "predict for the machine in this file (with --dry-run)"}),
+        command="batch",
         usage="%(prog)s [-i FILE.jsonl] [-o FILE.jsonl] [--model NAME] [--percent P ...] [flags]",
         description="Run a file of requests, in the format of OpenAI's Batch API, through a model. "
         "A stopped job resumes.")
@@ -198,18 +184,16 @@ def parser() -> Parser:
 
 def parse_args(argv: Sequence[str] | None = None) -> BatchOptions:
     """Parse flags into checked `BatchOptions`. Raises `UserError`."""
-    values = given_flags(parser(), argv)
-    dry_run = values.get("dry_run", False) is True
-    check_supported(values, "batch")
-    for name in values:
-        if dry_run and name in _NOT_IN_DRY_RUN and values[name]:
-            raise UserError(f"{flag_name(name)} has no effect with --dry-run, which runs nothing")
-    if "hardware" in values and not dry_run:
+    options, shared = parse(argv, parser(), BatchOptions)
+    check_no_effect(shared, UNSUPPORTED, "batch")
+    dry_run = options.get("dry_run", False) is True
+    if dry_run:
+        given = [name for name, value in (shared | options).items() if value]
+        refuse(given, _NOT_IN_DRY_RUN, "has no effect with --dry-run, which runs nothing")
+    elif "hardware" in shared:
         raise UserError("--hardware describes another machine: add --dry-run")
-    options = {spec.name: values.pop(spec.name) for spec in flag_fields(BatchOptions)
-               if spec.name in values}
     if isinstance(options.get("input"), str) and not options["input"].endswith(".jsonl"):
         raise UserError(f"--input must name a .jsonl file, got {options['input']!r}")
     # With `prompts`, the run is not synthetic.
-    shared = values | {"prompts": options.get("input"), "plan_only": dry_run}
+    shared |= {"prompts": options.get("input"), "plan_only": dry_run}
     return BatchOptions(run=RunConfig.from_mapping(shared), **options)

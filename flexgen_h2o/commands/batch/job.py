@@ -67,13 +67,10 @@ class Job:
 
     Parameters
     ----------
-    llm : LLM
     source : RequestLines
         A `JobInput`, or a window of it.
-    options : BatchOptions
     results, errors : ResultWriter
         For answers and for failures. They may be the same.
-    progress : ProgressCounter
     should_end : callable () -> bool
         Called after each block. True stops the job.
 

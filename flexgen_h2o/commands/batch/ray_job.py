@@ -49,11 +49,8 @@ class RayJob:
 
     Parameters
     ----------
-    source : JobInput
-    options : BatchOptions
     results, errors : ResultsFile
         Files for answers and for failures; may be the same.
-    progress : JobProgress
     """
 
     def __init__(self, source: JobInput, options: BatchOptions, *, results: ResultsFile,
@@ -64,15 +61,13 @@ class RayJob:
     def run(self, remaining: np.ndarray, should_end: Callable[[], bool]) -> None:
         """Answer the requests at these places of the input.
 
+        Raises `UserError` if ray is missing or too small, or a replica cannot run or dies
+        repeatedly.
+
         Parameters
         ----------
         should_end : callable
             Is called after each window.
-
-        Raises
-        ------
-        UserError
-            Ray is missing or too small, or a replica cannot run or dies repeatedly.
         """
         options = self._options
         resources = _memory(options, self._source)
@@ -190,7 +185,6 @@ class JobReplica(Replica):
 
     Parameters
     ----------
-    options : BatchOptions
     run : RunConfig
         Configuration of the replica's model.
     path : str

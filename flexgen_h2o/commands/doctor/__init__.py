@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import entry_point
-from flexgen_h2o.cli.parser import check_flags
+from flexgen_h2o.cli.parser import Parser, build_parser, check_flags
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.commands.doctor import facts
@@ -59,9 +58,9 @@ class DoctorOptions:
         check_flags(self)
 
 
-def parser() -> flag_parser.Parser:
+def parser() -> Parser:
     """Return the parser of the flags."""
-    return flag_parser.build_parser(
+    return build_parser(
         fields(DoctorOptions), command="doctor", usage="%(prog)s [--offload-dir DIR]",
         description="What this machine has, which kernels run on it, and what would be slow and "
         "why. The disk is measured with a file of 256 MB, which is gone afterwards.")

@@ -53,7 +53,6 @@ class ProcessorFacts:
 
     Attributes
     ----------
-    name : str
     cpus, usable : int
         CPUs of the machine, and CPUs that this process may use.
     quota : float or None
@@ -103,7 +102,6 @@ class KernelFacts:
         The instruction set in use.
     refused : str or None
         Why the instruction set of `FLEXGEN_H2O_ISA` cannot be used.
-    build : str
     choices : mapping of operation to str
         Implementations by rows, from the dispatch table.
     measured : mapping of str to str, or None
@@ -242,7 +240,6 @@ class DiskFacts:
 
     Attributes
     ----------
-    folder : str
     system : str
         Kind of the file system.
     total, free : int

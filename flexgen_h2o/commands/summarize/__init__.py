@@ -17,13 +17,14 @@ from flexgen_h2o.cli import measurements
 from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.parser import (
+    WITHOUT_PLAN,
     Parser,
+    build_parser,
     check_flags,
     check_from_csv,
     check_placed,
-    command_parser,
+    command_flags,
     parse,
-    program,
     refuse,
 )
 from flexgen_h2o.cli.run_config import RunConfig
@@ -168,13 +169,13 @@ def _cache_name(config: RunConfig) -> str:
 
 def parser() -> Parser:
     """Return the parser of the flags."""
-    return command_parser(
-        SummarizeOptions, _SHARED, prog=program("summarize"),
-        defaults=_DEFAULTS | {
-            "eviction": f"{POLICIES[0]} with --enable-h2o-generation",
-            "num_window_length": f"{WINDOW}, or twice --num-heavy-hitter-tokens"},
-        helps={"eviction": "tokens to keep: heavy hitters and recent tokens (h2o), recent tokens "
-               "(window), or the first and recent tokens (sink-window)"},
+    return build_parser(
+        command_flags(
+            SummarizeOptions, names=_SHARED, model={"shown": _DEFAULTS["model"]},
+            eviction={"shown": f"{POLICIES[0]} with --enable-h2o-generation"},
+            num_window_length={"shown": f"{WINDOW}, or twice --num-heavy-hitter-tokens"},
+            **WITHOUT_PLAN),
+        command="summarize", show_all=True,
         description="Summaries and their ROUGE with the full or an evicting KV cache.")
 
 

@@ -60,7 +60,6 @@ def summarize(llm: LLM, articles: Sequence[Article], *, begin: int, chat: bool, 
     ----------
     llm : LLM
         An LLM with the cache and the batch sizes of the run.
-    articles : sequence of Article
     begin : int
         Number of the first article to summarize.
     chat : bool

@@ -69,22 +69,18 @@ def all_rows(runs: Mapping[SummaryCache, Sequence[Row]], articles: Sequence[Arti
              model: str, chat: bool, score: Score) -> list[Row]:
     """Return a row for each cache, and one of ``lead-1``.
 
+    Raises `UserError` if no article has a summary in all of the runs.
+
     Parameters
     ----------
     runs : mapping
         The rows of `summarize` of each cache, one for each article.
-    articles : sequence of Article
     model : str
         Name of the model.
     chat : bool
         Whether prompts were in the chat template.
     score : callable
         Returns ROUGE of the first sentences.
-
-    Raises
-    ------
-    UserError
-        No article has a summary in all of the runs.
     """
     numbers = [number for number in range(len(articles))
                if all(rows[number]["summary"] is not None for rows in runs.values())]

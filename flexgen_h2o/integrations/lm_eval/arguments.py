@@ -5,6 +5,7 @@ Most are flags of `flex_opt` with underscores, with the same checks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ FLAGS = (
     "pin_weight", "cpu_cache_compute", "sep_layer", "offload_dir", "verify", "memory_limit",
     "device_memory_limit", "eviction", "expert_percent", "expert_slots", "cpu_expert_compute",
     "expert_counts", "hh_ratio", "recent_ratio", "budget_of", "recall", "index_bits",
-    "fetch_chosen", "fast_set", "num_heavy_hitter_tokens", "num_window_length", "hh_all",
+    "selective_fetch", "hot_set", "num_heavy_hitter_tokens", "num_window_length", "hh_all",
     "score", "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity",
     "compress_cache", "cache_bits", "key_bits", "value_bits", "prefill_chunk", "seed",
     "no_generation_config", "batch_invariant",
@@ -35,20 +36,25 @@ PROMPT_CHUNK = 64
 MAX_SEQUENCES = 64
 """Default of ``--max_batch_size`` with ``--batch_size auto``."""
 
-_OTHER_NAMES = {"model": "pretrained", "evict_while_prefilling": "evict_prompt"}
+_RENAMED = {"model": "pretrained", "evict_while_prefilling": "evict_prompt"}
 
 
-class _Flags(RunConfig):
-    """Flags of `flex_opt` as model arguments; errors call them by those names."""
+def _checked_flags(values: Mapping[str, Any]) -> RunConfig:
+    """Return flags of `flex_opt`. Errors call them by the names of the model arguments."""
+    def argument(match: re.Match[str]) -> str:
+        name = match[1].replace("-", "_")
+        return _RENAMED.get(name, name)
 
-    @staticmethod
-    def label(name: str) -> str:
-        """Return the name of the model argument."""
-        return _OTHER_NAMES.get(name, name)
+    try:
+        return RunConfig(**values)
+    except UserError as error:
+        raise UserError(re.sub(r"--([a-z][a-z-]*)", argument, str(error))) from None
 
 
 class Arguments(StrictStruct, frozen=True):
     """All model arguments, checked. Lengths are tokens.
+
+    Raises `UserError` if a value has a wrong type or range, or values contradict each other.
 
     Attributes
     ----------
@@ -73,11 +79,6 @@ class Arguments(StrictStruct, frozen=True):
         Sequences computed together, or ``auto``: as many as fit in memory.
     max_batch_size : int or None
         Limit of auto; None: 64.
-
-    Raises
-    ------
-    UserError
-        A value has a wrong type or range, or values contradict each other.
     """
 
     pretrained: str
@@ -120,7 +121,7 @@ class Arguments(StrictStruct, frozen=True):
 
     @property
     def _evicts(self) -> bool:
-        h2o = _Flags(**self.flags).h2o()
+        h2o = _checked_flags(self.flags).h2o()
         return h2o is not None and (not h2o.is_full or h2o.recall)
 
     def run_config(self) -> RunConfig:
@@ -131,7 +132,7 @@ class Arguments(StrictStruct, frozen=True):
                        "prefill_chunk": self.prompt_chunk or PROMPT_CHUNK}
         if isinstance(self.batch_size, int) and "gpu_batch_size" not in values:
             values["gpu_batch_size"] = self.batch_size
-        return _Flags(**values)
+        return _checked_flags(values)
 
     def h2o(self) -> H2OConfig | None:
         """Return the H2O configuration; None for the full cache."""

@@ -44,10 +44,8 @@ class FlexGenLM(TemplateLM):
 
     `close` is also called when the object is deleted, and at exit.
 
-    Raises
-    ------
-    UserError
-        An argument is unknown or invalid, or the model cannot be loaded or does not fit.
+    Raises `UserError` if an argument is unknown or invalid, or the model cannot be loaded or does
+    not fit.
     """
 
     def __init__(self, **arguments):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli.replica_resources import PROCESS_BYTES, ReplicaResources, planned_bytes
-from flexgen_h2o.config.validation import Text, check_bool, check_int, validate
+from flexgen_h2o.config.validation import Count, NonNegative, Text, check_fields, check_int
 from flexgen_h2o.distributed.ray_cluster import map_replicas, ray_module
 from flexgen_h2o.errors import UserError, short_repr
 from flexgen_h2o.integrations.ray.generator import BatchGenerator, Row
@@ -53,36 +53,28 @@ class ProcessorConfig:
         A value is of a wrong type or out of range, or the memory of a replica is unknown.
     """
 
-    model_source: str
+    model_source: Text
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    batch_size: int = 256
+    batch_size: Count = 256
     concurrency: int | tuple[int, int] = 1
     should_continue_on_error: bool = False
-    accelerator_type: str | None = None
-    num_cpus: int = 1
+    accelerator_type: Text | None = None
+    num_cpus: Count = 1
     num_gpus: int | None = None
-    memory: int | None = None
+    memory: Count | None = None
     runtime_env: Mapping[str, Any] | None = None
-    seed: int = 0
+    seed: NonNegative = 0
 
     def __post_init__(self) -> None:
-        validate(Text, self.model_source, "model_source")
         for name in ("engine_kwargs", "runtime_env"):
             value = getattr(self, name)
             if not isinstance(value, Mapping) and (value, name) != (None, "runtime_env"):
                 raise UserError(f"{name} must be a mapping, got {short_repr(value)}")
-        check_bool("should_continue_on_error", self.should_continue_on_error)
-        for name in ("batch_size", "num_cpus"):
-            check_int(name, getattr(self, name), ge=1)
-        check_int("seed", self.seed, ge=0)
-        for name, size in (("memory", self.memory), ("memory_limit of engine_kwargs",
-                                                     self.engine_kwargs.get("memory_limit"))):
-            if size is not None:
-                check_int(name, size, ge=1)
         if self.num_gpus not in (None, 0, 1):
             raise UserError(f"num_gpus must be 0 or 1, got {short_repr(self.num_gpus)}")
-        if self.accelerator_type is not None:
-            validate(Text, self.accelerator_type, "accelerator_type")
+        check_fields(self)
+        if self.engine_kwargs.get("memory_limit") is not None:
+            check_int("memory_limit of engine_kwargs", self.engine_kwargs["memory_limit"], ge=1)
         low, high = self._range
         if not 1 <= low <= high:
             raise UserError(f"concurrency must be from 1 up, got {low} to {high}")

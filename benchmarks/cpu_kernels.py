@@ -1,6 +1,6 @@
 """Time the CPU kernels against PyTorch's and against the machine's limits.
 
-    python benchmarks/kernels.py
+    python benchmarks/cpu_kernels.py
 
 Each operation is checked against `kernels.reference` on a small random case, then timed.
 Contestants take turns within each repeat, with eight successive calls if these are short; figures
