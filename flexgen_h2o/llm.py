@@ -47,6 +47,7 @@ from flexgen_h2o.planning.memory_plan import MemoryCheck, MemoryPlan
 from flexgen_h2o.planning.planned_run import DraftModel
 from flexgen_h2o.request_session import PREFILL_CHUNK, RequestSession
 from flexgen_h2o.storage.free_memory import MemoryLimits
+from flexgen_h2o.storage.offload_dirs import OffloadDirs
 from flexgen_h2o.streaming_session import StreamingSession
 
 if TYPE_CHECKING:
@@ -80,9 +81,10 @@ class LLM(ExclusiveResource):
         auto, cpu, cuda or cuda:N.
     dtype : str
         auto, float16, bfloat16 or float32.
-    offload_dir : str or path, optional
+    offload_dir : path or sequence of path, optional
         Folder for files of the disk tier. Each LLM has a private folder in it, which `close`
-        removes.
+        removes. With several folders, all weights of the disk tier are copied, and files are
+        spread over the folders by the measured read rates of their disks.
     path : str or path, optional
         Folder or `.gguf` file of the weights, if `model` is only a name; ``_DUMMY_`` for random
         weights.
@@ -153,7 +155,7 @@ class LLM(ExclusiveResource):
     def __init__(self, model: str | os.PathLike, *, policy: Policy | None = None,
                  h2o: H2OConfig | None = None, weight_bits: int | str = AUTO, cache_bits: int = 16,
                  device: str = "auto", dtype: str = "auto",
-                 offload_dir: str | os.PathLike | None = None,
+                 offload_dir: str | os.PathLike | Sequence | None = None,
                  path: str | os.PathLike | None = None, activation_bits: int = 16,
                  key_bits: int | None = None, value_bits: int | None = None,
                  attn_sparsity: float = 1.0, weight_cache: str | os.PathLike | None = AUTO,
@@ -169,7 +171,7 @@ class LLM(ExclusiveResource):
             model=os.fspath(model), policy=policy or Policy(),
             cache=CacheOptions(h2o, cache_bits, attn_sparsity, key_bits, value_bits),
             weight_bits=weight_bits, activation_bits=activation_bits, device=device, dtype=dtype,
-            path=path, offload_dir=os.fspath(offload_dir or OFFLOAD_DIR),
+            path=path, offload_dir=OffloadDirs.of(offload_dir or OFFLOAD_DIR),
             weight_cache=weight_cache, calibration=calibration, verify=verify,
             generation_config=generation_config, seed=seed, memory_limit=memory_limit,
             device_memory_limit=device_memory_limit, workload=workload, texts=texts,
@@ -182,7 +184,7 @@ class LLM(ExclusiveResource):
         self._sessions: weakref.WeakSet[StreamingSession | RequestSession] = weakref.WeakSet()
         began = time.perf_counter()
         with contextlib.ExitStack() as resources:
-            prepared = prepare_model(args, self._control)
+            prepared = _spread_files(prepare_model(args, self._control))
             self.model_config = prepared.source.config
             self.weight_options = prepared.source.weight_format.options
             self._cache = prepared.cache
@@ -672,13 +674,24 @@ def _close_unreferenced(engine: Engine, resources: contextlib.ExitStack, process
     thread.join(_CLOSE_TIMEOUT)
 
 
+def _spread_files(prepared: PreparedModel) -> PreparedModel:
+    """Return a prepared model whose offload folders have shares by the rates of their disks."""
+    args = prepared.args
+    if not args.offload_dir.striped:
+        return prepared
+    from flexgen_h2o.planning.calibrate import by_measured_rates  # loads all that it measures
+
+    dirs = by_measured_rates(prepared.device, args.offload_dir)
+    return replace(prepared, args=replace(args, offload_dir=dirs))
+
+
 def _memory_check(prepared: PreparedModel) -> MemoryCheck:
     """Return the memory check for runs of an LLM with these arguments."""
     source, args, rank, draft = prepared.source, prepared.args, prepared.rank, prepared.draft
     return MemoryCheck(
         source.config, source.weight_format.options,
         itemsize=source.dtype.itemsize,
-        writes_weights=source.writes_weights,
+        writes_weights=source.writes_weights or args.offload_dir.striped,
         offload_dir=args.offload_dir,
         max_bytes={"cpu": args.memory_limit, "gpu": args.device_memory_limit},
         device_bytes=prepared.device.free_bytes,

@@ -25,7 +25,7 @@ from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.config.limits import RECALL_GROUPS
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.buffer_ring import StagingBuffer
-from flexgen_h2o.storage.disk import CHUNK, AlignedRead, Extent
+from flexgen_h2o.storage.disk import CHUNK, AlignedRead, Extent, RunFolder
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.transfer import RECALLS, Handle, Lane, Transfers
 
@@ -97,6 +97,7 @@ class DiskRecallTier(FetchedTier):
                  transfers: Transfers, path: Path, hot_slots: Sequence[int]):
         self._pages = self._page_layouts(slot_layout, capacity, hot_slots)
         self._slots = hot_slots
+        self._path = path
         super().__init__(slot_layout, first, last, capacity=capacity, transfers=transfers,
                          path=path)
         self.counts = RecallCounts()
@@ -345,7 +346,7 @@ class DiskRecallTier(FetchedTier):
     def _read_tokens(self, lane: Lane, *, pages: PageLayout, extent: Extent, missing: Tensor,
                      slots: Tensor) -> None:
         """Read missing tokens [3, n] (head, token, slot) from an extent into slots."""
-        done = lane.disk.read_by(extent.path, partial(
+        done = lane.disk.read_by(self._path, partial(
             ops.fetch_tokens, missing, slots, offset=extent.offset, layout=pages,
             read_buffer=self._read_buffer))
         page = self._read_buffer[: pages.page_bytes]
@@ -392,7 +393,7 @@ def recalls_in_place(device: Device) -> bool:
 
 
 def make_tiers(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int], *,
-               transfers: Transfers, on_host: bool, file: Callable[[int], Path],
+               transfers: Transfers, on_host: bool, run_folder: Callable[[], RunFolder], name: str,
                recalled: Sequence[bool] = (), hot_slots: Sequence[int] = (),
                fetched: type[FetchedTier] = FetchedTier) -> list[CacheTier]:
     """Return the tiers of a cache.
@@ -403,8 +404,10 @@ def make_tiers(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int
         Sequences of a batch on (gpu, cpu, disk).
     on_host : bool
         Attention over the sequences on cpu runs on the host.
-    file : callable (bytes) -> path
-        Make a file for the sequences on disk.
+    run_folder : callable
+        Create the folder for the sequences on disk.
+    name : str
+        Name of their file.
     recalled : sequence of bool
         Layers in which decode steps select tokens. A GPU reads their tokens of host memory in
         place.
@@ -432,9 +435,12 @@ def make_tiers(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int
     elif cpu:
         tiers.append(fetched(slot_layout, *in_host, path=None, **sizes))
     if disk and any(hot_slots) and not device.separate:
-        path = file(DiskRecallTier.recalled_file_bytes(slot_layout, disk, capacity, hot_slots))
+        # A kernel reads the file through one descriptor: it cannot be striped.
+        path = run_folder().file(name, DiskRecallTier.recalled_file_bytes(
+            slot_layout, disk, capacity, hot_slots))
         tiers.append(DiskRecallTier(slot_layout, *on_disk, path=path, hot_slots=hot_slots, **sizes))
     elif disk:
-        path = file(FetchedTier.file_bytes(slot_layout, disk, capacity))
-        tiers.append(fetched(slot_layout, *on_disk, path=path, **sizes))
+        striped = run_folder().striped_file(name, FetchedTier.file_bytes(
+            slot_layout, disk, capacity))
+        tiers.append(fetched(slot_layout, *on_disk, path=striped, **sizes))
     return tiers

@@ -91,8 +91,7 @@ class KVCache:
                       on_host: bool = False, **recall: Any) -> list[CacheTier]:
             return make_tiers(
                 slot_layout, Capacity(size.batches, slots), counts, transfers=transfers,
-                on_host=on_host,
-                file=lambda nbytes: run_folder().file(f"{name}.bin", nbytes), **recall)
+                on_host=on_host, run_folder=run_folder, name=f"{name}.bin", **recall)
 
         self.tiers: list[CacheTier] = new_tiers(
             "cache", shape.slot_layout(), size.slots,

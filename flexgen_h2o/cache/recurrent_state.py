@@ -68,7 +68,7 @@ class RecurrentStates:
             SlotLayout(1, config.state_size, torch.float32, kinds=1),
             Capacity(size.batches, (1,) * num_layers), split(size.sequences, policy.cache),
             transfers=transfers, on_host=False, fetched=_FetchedStates,
-            file=lambda nbytes: run_folder().file("states.bin", nbytes))
+            run_folder=run_folder, name="states.bin")
 
     @property
     def is_resident(self) -> bool:

@@ -23,6 +23,7 @@ from flexgen_h2o.cache.layout import Capacity, SlotLayout
 from flexgen_h2o.config.limits import CACHE_BUFFERS, CACHE_GROWTH, WRITE_BACK_TOKENS
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import AlignedRead, Extent
+from flexgen_h2o.storage.offload_dirs import StripedFile
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.transfer import D2H, H2D, Handle, Lane, Transfers
 
@@ -292,14 +293,14 @@ class FetchedTier(CacheTier):
 
     Parameters
     ----------
-    path : str or None
+    path : Path, StripedFile or None
         The file of a tier on disk; None: host memory.
     """
 
     is_resident = False
 
     def __init__(self, slot_layout: SlotLayout, first: int, last: int, *, capacity: Capacity,
-                 transfers: Transfers, path: Path | None):
+                 transfers: Transfers, path: Path | StripedFile | None):
         super().__init__(slot_layout, first, last)
         self._transfers = transfers
         self._device = transfers.device

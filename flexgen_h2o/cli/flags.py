@@ -214,9 +214,10 @@ class RunFlags:
         "policy", "int", Policy.num_speculative_tokens, ge=1,
         help="maximum number of drafted tokens of a decode step (with --speculate)",
     )
-    offload_dir: str = _flag(
-        "policy", "path", OFFLOAD_DIR, metavar="DIR",
-        help="folder of the disk tier; emptied at exit",
+    offload_dir: str | tuple[str, ...] = _flag(
+        "policy", "paths", OFFLOAD_DIR, metavar="DIR",
+        help="folder of the disk tier, emptied at exit; over several, files are spread by the "
+        "rates of their disks",
     )
     pipeline_parallel: int = _flag(
         "policy", "int", 1, ge=1,

@@ -144,7 +144,7 @@ def arguments(spec: Field[Any]) -> dict[str, Any]:
         options |= {"action": "append"}
     elif kind == "shares":
         options |= {"nargs": 3}
-    elif kind in ("percent", "ratios", "words"):
+    elif kind in ("percent", "ratios", "words", "paths"):
         options |= {"nargs": "+"}
     elif kind == "numbers":
         options |= {"nargs": "+", "type": float}

@@ -207,7 +207,7 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     """Return this machine with its free memory, and the model as a run would load it."""
     from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.engine.tokenizer import InputProcessor
-    from flexgen_h2o.planning.calibrate import load_or_calibrate
+    from flexgen_h2o.planning.calibrate import by_measured_rates, load_or_calibrate
     from flexgen_h2o.storage.tiers import open_device
 
     def show_progress(words: str) -> None:
@@ -229,7 +229,7 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
         inputs.check_longest(texts, config.gen_len)
     hardware = load_or_calibrate(device, config.offload_dir, recalibrate=config.recalibrate,
                                  progress=show_progress)
-    free = free_memory(config.offload_dir, device.free_bytes())
+    free = free_memory(by_measured_rates(device, config.offload_dir), device.free_bytes())
     if config.pipeline_parallel > 1:  # ranks of one host share its memory and its disk
         ranks = torchrun_env().local_ranks
         free = replace(free, cpu_bytes=free.cpu_bytes // ranks, disk_bytes=free.disk_bytes // ranks)
@@ -303,6 +303,8 @@ def _check_model(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> Non
 
 def _written_bits(config: RunConfig) -> frozenset[int | str]:
     """Return the weight bits that no file has: the disk tier has to write such weights."""
+    if isinstance(config.offload_dir, tuple):  # all weights are spread over the folders
+        return frozenset((AUTO, *WEIGHT_BITS))
     if config.path == DUMMY:
         return frozenset(WEIGHT_BITS)
     return frozenset((AUTO, *WEIGHT_BITS[1:]) if config.no_weight_cache else ())

@@ -22,7 +22,7 @@ from flexgen_h2o.files.readers import read_yaml
 def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
     """Return a dataclass field with the metadata of its flag.
 
-    `kind` is text, path, texts, words, percent, shares, ratios, numbers, size, int, bits (an
+    `kind` is text, path, paths, texts, words, percent, shares, ratios, numbers, size, int, bits (an
     integer or auto), float or bool. Rules: `choices`, `ge`, `gt` and `le` (bounds),
     `metavar`, `const` (value of the flag without an argument), `shown` (the default as --help
     shows it) and `short` (a one-letter alias such as ``-i``).
@@ -69,10 +69,12 @@ def checked(spec: Field, value: object) -> object:
         case "ratios":
             value = _ratios(name, value)
         case "path":
-            path = validation.validate(validation.Text, value, name)
-            if "\0" in path:
-                raise UserError(f"{name} is not a path: it contains a zero byte")
-            value = os.path.expanduser(path)
+            value = _path(name, value)
+        case "paths":
+            paths = tuple(_path(name, path) for path in _several(value))
+            if not paths:
+                raise UserError(f"{name} is empty: give a path, or several")
+            value = paths if len(paths) > 1 else paths[0]
         case "texts" | "words":
             value = _texts(name, value)
         case "numbers":
@@ -87,6 +89,13 @@ def checked(spec: Field, value: object) -> object:
         for item in _several(value):
             check_choice(item_name, item, rules["choices"])
     return value
+
+
+def _path(flag: str, value: object) -> str:
+    path = validation.validate(validation.Text, value, flag)
+    if "\0" in path:
+        raise UserError(f"{flag} is not a path: it contains a zero byte")
+    return os.path.expanduser(path)
 
 
 def _texts(flag: str, value: object) -> tuple[str, ...]:

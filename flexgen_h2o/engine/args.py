@@ -25,6 +25,7 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.storage.offload_dirs import OffloadDirs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class EngineArgs:
     device: str = "auto"
     dtype: str = "auto"
     path: str | os.PathLike | None = None
-    offload_dir: str = OFFLOAD_DIR
+    offload_dir: OffloadDirs = OffloadDirs.of(OFFLOAD_DIR)
     weight_cache: str | os.PathLike | None = AUTO
     calibration: str | os.PathLike | None = None
     verify: bool = False

@@ -59,7 +59,8 @@ def load_runner(source: ModelSource, device: Device, args: EngineArgs, resources
     if source.config.experts is not None:  # all batches are routed before any expert is needed
         args = replace(args, policy=replace(args.policy, sep_layer=True))
     stage = Stage.all_layers(source.config.num_layers) if rank is None else rank.stage
-    transfers = Transfers(device, links=LinkStats(), trace=args.trace or Trace(enabled=False))
+    transfers = Transfers(device, links=LinkStats(), trace=args.trace or Trace(enabled=False),
+                          disks=len(args.offload_dir.paths))
     resources.callback(transfers.close)
     with sampled_memory(transfers.trace, device.used_bytes):
         choices = args.policy.expert_choices
@@ -101,7 +102,8 @@ def _load_weights(source: ModelSource, args: EngineArgs, stage: Stage, transfers
         has_gpu=separate, mixture=source.config.experts is not None)
     weights = WeightStore(
         tensors.split_halves() if policy.sep_layer else tensors,
-        WeightFiles(checkpoint, names, source.weight_format, transfers, verify=args.verify),
+        WeightFiles(checkpoint, names, source.weight_format, transfers, verify=args.verify,
+                    copy=args.offload_dir.striped),
         transfers, placement=placement, experts=experts, choices=choices, pin=policy.pin_weight,
         shard_prefetch=policy.overlap if sharded else None)
 
@@ -111,7 +113,8 @@ def _load_weights(source: ModelSource, args: EngineArgs, stage: Stage, transfers
         return folder
 
     with byte_bar("loading", progress=args.progress) as update:
-        weights.load(run_folder, with_heartbeat(update), offload_file=source.offload_file)
+        weights.load(run_folder, with_heartbeat(update),
+                     offload_file=None if args.offload_dir.striped else source.offload_file)
     return weights
 
 

@@ -29,6 +29,7 @@ from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.models.tensors import TensorSpec
 from flexgen_h2o.storage.disk import AlignedRead, Checksums, Extent, RunFolder, plan_reads
+from flexgen_h2o.storage.offload_dirs import StripedFile
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import Transfers
 
@@ -145,7 +146,7 @@ class OffloadExtents(NamedTuple):
     missing: Collection[str]
 
 
-def _consecutive(path: Path, sizes: Mapping[str, int]) -> dict[str, Extent]:
+def _consecutive(path: Path | StripedFile, sizes: Mapping[str, int]) -> dict[str, Extent]:
     """Return consecutive page-aligned extents of a file for tensors of these sizes in bytes."""
     extents, offset = {}, 0
     for name, size in sizes.items():
@@ -254,6 +255,8 @@ class WeightFiles:
         Its disk and its device's host memory are used.
     verify : bool
         Check all reads of the disk tier against checksums, tensor by tensor.
+    copy : bool
+        Write all tensors of the disk tier to the offload file.
 
     Attributes
     ----------
@@ -261,7 +264,8 @@ class WeightFiles:
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str],
-                 weight_format: WeightFormat, transfers: Transfers, *, verify: bool = False):
+                 weight_format: WeightFormat, transfers: Transfers, *, verify: bool = False,
+                 copy: bool = False):
         self._checkpoint = checkpoint
         self._names = names
         self.weight_format = weight_format
@@ -269,6 +273,7 @@ class WeightFiles:
         self._device = transfers.device
         self._offloaded: dict[str, Extent] = {}
         self._checksums = Checksums() if verify else None
+        self._copy = copy
 
     def extent(self, spec: TensorSpec) -> Extent | None:
         """Return the extent of a tensor in the run's format; None if no file has it."""
@@ -283,7 +288,7 @@ class WeightFiles:
 
     def offload(self, specs: Iterable[TensorSpec], run_folder: Callable[[], RunFolder],
                 offload_file: PersistentOffloadFile | None) -> None:
-        """Write the tensors that have no extent yet to an offload file.
+        """Write the tensors that have no extent yet, or all, to an offload file.
 
         Parameters
         ----------
@@ -294,7 +299,8 @@ class WeightFiles:
         offload_file : PersistentOffloadFile or None
             Offload file to use in place of the run's own.
         """
-        converted = {spec.name: spec for spec in specs if self.extent(spec) is None}
+        converted = {spec.name: spec for spec in specs
+                     if self._copy or self.extent(spec) is None}
         if not converted:
             return
         sizes = {name: self.weight_format.nbytes(spec) for name, spec in converted.items()}
@@ -302,7 +308,7 @@ class WeightFiles:
             if offload_file is not None:
                 extents, missing = opened.enter_context(offload_file.writing(sizes))
             else:
-                path = run_folder().file(
+                path = run_folder().striped_file(
                     "weights.bin", sum(round_up(size, PAGE) for size in sizes.values()))
                 extents, missing = _consecutive(path, sizes), sizes.keys()
             self._offloaded.update(extents)

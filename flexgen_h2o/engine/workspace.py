@@ -26,6 +26,7 @@ from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import rope_tables
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import AlignedRead, Extent, RunFolder
+from flexgen_h2o.storage.offload_dirs import OffloadDirs
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import D2H, H2D, Lane, Transfers
@@ -65,7 +66,7 @@ class HiddenStates:
         self._stores = [BackingStore(self._device.empty(gpu if self._away else size))
                         for _ in range(batches)]
         disk_bytes = round_up(size, PAGE) if placement.disk > 0 else 0
-        path = run_folder().file("hidden.bin", disk_bytes * batches) if disk_bytes else None
+        path = run_folder().striped_file("hidden.bin", disk_bytes * batches) if disk_bytes else None
         for index, store in enumerate(self._stores if self._away else ()):
             if placement.cpu > 0:
                 store.host = self._device.host_empty(cpu)
@@ -201,7 +202,7 @@ class Workspace:
     h2o : H2OConfig or None
         Of the attention layers.
     transfers : Transfers
-    offload_dir : str
+    offload_dir : OffloadDirs
     cache : BlockCache, optional
         Replaces the cache that `policy` and `h2o` define.
     smoothing : sequence of LayerSmoothing
@@ -217,7 +218,7 @@ class Workspace:
 
     def __init__(self, config: ModelConfig, shape: CacheShape, size: WorkspaceSize, *,
                  policy: Policy,
-                 h2o: H2OConfig | None, transfers: Transfers, offload_dir: str,
+                 h2o: H2OConfig | None, transfers: Transfers, offload_dir: OffloadDirs,
                  cache: BlockCache | None = None, smoothing: Sequence[LayerSmoothing] = ()):
         self.size = size
         self.dtype = shape.dtype
@@ -268,7 +269,8 @@ class Workspace:
         if self._folder is None:
             self._folder = RunFolder(self._offload_dir)
             self._resources.callback(self._folder.close)
-            self._resources.callback(self._transfers.disk.forget, self._folder.path)
+            for path in self._folder.paths:
+                self._resources.callback(self._transfers.disk.forget, path)
         return self._folder
 
     def close(self) -> None:

@@ -69,6 +69,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
         extent, flat = info.extent, out.view(-1)
+        assert isinstance(extent.path, Path)  # only offload files are striped
         fd, width = self._files[extent.path], info.dtype.itemsize
         first = extent.offset + start * width
         if out.dtype == info.dtype:

@@ -15,7 +15,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from flexgen_h2o.metrics.trace import LINKS, LinkStats, Trace
 from flexgen_h2o.planning.cache_cost import RecalledTokens, fit_recall_rates
 from flexgen_h2o.planning.compute_rates import MIN_SECONDS, Rates, Sizes, Timer
 from flexgen_h2o.planning.hardware import (
+    HOST_LINKS,
     RECALL_RATES,
     ComputeRates,
     Hardware,
@@ -48,9 +49,10 @@ from flexgen_h2o.planning.hardware import (
     load_hardware,
     save_hardware,
 )
-from flexgen_h2o.storage.disk import RunFolder
-from flexgen_h2o.storage.free_memory import nearest_folder, whole_memory
+from flexgen_h2o.storage.disk import READ, RunFolder
+from flexgen_h2o.storage.free_memory import folders_by_disk, nearest_folder, whole_memory
 from flexgen_h2o.storage.links import copy_rates, disk_read_rate, disk_write_rate
+from flexgen_h2o.storage.offload_dirs import AnyDirs, AnyPath, OffloadDirs
 from flexgen_h2o.storage.tiers import Device, typed
 from flexgen_h2o.storage.transfer import Transfers
 
@@ -62,23 +64,32 @@ _DIGITS = 4  # significant digits of a measurement
 _log = logging.getLogger(__name__)
 
 
-def load_or_calibrate(device: Device, offload_dir: str | os.PathLike, *, recalibrate: bool = False,
+def load_or_calibrate(device: Device, offload_dir: AnyDirs, *, recalibrate: bool = False,
                       progress: ProgressCallback) -> Hardware:
     """Return the figures of this machine: cached ones, or else measured ones, which are cached.
 
-    Raises `UserError` if the disk cannot be measured.
+    Several disks count as one, with files that are spread over them as `by_measured_rates` does.
+    Raises `UserError` if a disk cannot be measured.
 
     Parameters
     ----------
     device : Device
         The device that computes.
-    offload_dir : path
-        A folder on the disk that runs write to; it is made if missing.
+    offload_dir : path, sequence of path, or OffloadDirs
+        A folder on each disk that runs write to; it is made if missing.
     recalibrate : bool
         Measure again.
     progress : callable
         Gets a description of each measurement before it starts.
     """
+    dirs = OffloadDirs.of(offload_dir)
+    machines = [_load_or_calibrate(device, dirs.paths[folders[0]], recalibrate, progress)
+                for folders in folders_by_disk(dirs)]
+    return _as_one_disk(dirs, machines)
+
+
+def _load_or_calibrate(device: Device, offload_dir: AnyPath, recalibrate: bool,
+                       progress: ProgressCallback) -> Hardware:
     path = _calibration_file(device, offload_dir)
     if not recalibrate:
         try:
@@ -98,19 +109,63 @@ def load_or_calibrate(device: Device, offload_dir: str | os.PathLike, *, recalib
     return hardware
 
 
-def load_calibration(device: Device, offload_dir: str | os.PathLike) -> Hardware | None:
-    """Return the cached figures of this machine; None if there are none.
+def load_calibration(device: Device, offload_dir: AnyDirs) -> Hardware | None:
+    """Return the cached figures of this machine; None if there are none for one of the disks.
 
     Raises `UserError` if the cached file is damaged.
     """
-    path = _calibration_file(device, offload_dir)
-    # The memory limit of a container may have changed.
-    return (replace(load_hardware(path), **_memory(device, offload_dir)) if os.path.exists(path)
-            else None)
+    dirs = OffloadDirs.of(offload_dir)
+    machines = _cached_by_disk(device, dirs)
+    return _as_one_disk(dirs, machines) if machines else None
 
 
-def measured_hardware(device: Device, offload_dir: str | os.PathLike, dtype: str
-                      ) -> Hardware | str:
+def _cached_by_disk(device: Device, dirs: OffloadDirs) -> list[Hardware]:
+    """Return the cached figures for each of `folders_by_disk`; none if one of them has none."""
+    machines = []
+    for folders in folders_by_disk(dirs):
+        folder = dirs.paths[folders[0]]
+        path = _calibration_file(device, folder)
+        if not os.path.exists(path):
+            return []
+        # The memory limit of a container may have changed.
+        machines.append(replace(load_hardware(path), **_memory(device, folder)))
+    return machines
+
+
+def by_measured_rates(device: Device, offload_dir: AnyDirs) -> OffloadDirs:
+    """Return offload folders with shares in proportion to the cached read rates of their disks.
+
+    Folders on one disk divide its rate. If a disk has not been measured, all folders have equal
+    shares.
+    """
+    dirs = OffloadDirs.of(offload_dir)
+    if dirs.striped:
+        with contextlib.suppress(OSError, UserError):  # a damaged file
+            if machines := _cached_by_disk(device, dirs):
+                return _by_rates(dirs, machines)
+    return dirs
+
+
+def _by_rates(dirs: OffloadDirs, machines: Sequence[Hardware]) -> OffloadDirs:
+    rates = [0.0] * len(dirs.paths)
+    for folders, machine in zip(folders_by_disk(dirs), machines, strict=True):
+        for folder in folders:
+            rates[folder] = machine.links[READ] / len(folders)
+    return dirs.by_rates(rates)
+
+
+def _as_one_disk(dirs: OffloadDirs, machines: Sequence[Hardware]) -> Hardware:
+    """Return the machine with one disk in place of several that are used by their read rates."""
+    dirs = _by_rates(dirs, machines)
+    disks = [(machine, dirs.share(folders))
+             for folders, machine in zip(folders_by_disk(dirs), machines, strict=True)]
+    links = {link: min(machine.links[link] / share for machine, share in disks)
+             for link in HOST_LINKS}
+    return replace(machines[0], links={**machines[0].links, **links},
+                   disk_bytes=min(int(machine.disk_bytes / share) for machine, share in disks))
+
+
+def measured_hardware(device: Device, offload_dir: AnyDirs, dtype: str) -> Hardware | str:
     """Return the cached figures of this machine, or why there are none for a run in `dtype`."""
     measured = str(measured_dtype(device)).removeprefix("torch.")
     if dtype != measured:

@@ -23,6 +23,7 @@ from flexgen_h2o.metrics.trace import GB
 from flexgen_h2o.planning.memory_rows import WEIGHT_ROWS, MemoryRow, plan_rows
 from flexgen_h2o.planning.planned_run import DraftModel, PlannedRun
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_heap_bytes, free_memory
+from flexgen_h2o.storage.offload_dirs import AnyDirs
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig
@@ -220,7 +221,7 @@ class MemoryCheck:
     """
 
     def __init__(self, model: ModelConfig, weights: WeightOptions, *, itemsize: int,
-                 writes_weights: bool, offload_dir: str, max_bytes: Mapping[str, int | None],
+                 writes_weights: bool, offload_dir: AnyDirs, max_bytes: Mapping[str, int | None],
                  device_bytes: Callable[[], int | None], stage: Stage | None = None,
                  groups: int = 1, draft: DraftModel | None = None):
         self._model = model

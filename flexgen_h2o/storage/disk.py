@@ -19,7 +19,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.storage.offload_dirs import AnyDirs, AnyPath, OffloadDirs, StripedFile
 from flexgen_h2o.storage.tiers import HUGE_PAGE, PAGE, round_up
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ RUN_PREFIX = "flexgen_h2o-run-"
 
 _Chunk = tuple[Future[None], Callable[[], None]]
 """The work on a chunk, and the future of its end."""
+_Range = tuple[Callable[..., None], Path | StripedFile, int, memoryview, int, int]
+"""Work on (path, offset, buffer, place in the buffer, bytes)."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,13 @@ class Extent:
 
     Attributes
     ----------
-    path : Path
+    path : Path or StripedFile
     offset : int
         Bytes from the start of the file, with any alignment.
     nbytes : int
     """
 
-    path: Path
+    path: Path | StripedFile
     offset: int
     nbytes: int
 
@@ -66,7 +69,7 @@ class AlignedRead:
 
     Attributes
     ----------
-    path : Path
+    path : Path or StripedFile
     offset, nbytes : int
         Range of the file.
     buffer_offset : int
@@ -74,7 +77,7 @@ class AlignedRead:
         Byte that the file must reach: its last page may be incomplete.
     """
 
-    path: Path
+    path: Path | StripedFile
     offset: int
     nbytes: int
     buffer_offset: int
@@ -241,7 +244,7 @@ class Disk:
                 os.close(descriptor)
             self._files.clear()
 
-    def _each_chunk(self, ranges, *, ahead: bool = False) -> None:
+    def _each_chunk(self, ranges: Iterable[_Range], *, ahead: bool = False) -> None:
         futures: list[Future] = []
         chunks = self._ahead_chunks if ahead else self._chunks
         ranges = list(ranges)
@@ -249,11 +252,10 @@ class Disk:
         share = round_up(sum(nbytes for *_, nbytes in ranges) // self._workers, HUGE_PAGE)
         size = min(max(share, HUGE_PAGE), CHUNK)
         for work, path, offset, view, start, nbytes in ranges:
-            for done in range(0, nbytes, size):
-                chunk = view[start + done : start + min(done + size, nbytes)]
+            for chunk in _chunks(path, offset, view[start : start + nbytes], size):
                 future: Future[None] = Future()
                 with self._lock:
-                    chunks.append((future, partial(work, path, offset + done, chunk)))
+                    chunks.append((future, partial(work, *chunk)))
                 self._pool.submit(self._next)
                 futures.append(future)
         # The buffer must outlive its chunks: wait for all of them before raising an error.
@@ -280,44 +282,44 @@ class Disk:
             else:
                 future.set_result(None)
 
-    def _read_chunk(self, end: int, path: Path, offset: int, chunk: memoryview) -> None:
+    def _read_chunk(self, end: int, path: Path, offset: int, chunk: Sequence[memoryview]) -> None:
         began = time.perf_counter()
         done = self._fill(end, path, offset, chunk)
         self._record(READ, done, began, time.perf_counter())
 
-    def _fill(self, end: int, path: Path, offset: int, chunk: memoryview) -> int:
+    def _fill(self, end: int, path: Path, offset: int, chunk: Sequence[memoryview]) -> int:
         """Read into a chunk. Return the bytes read: all, except at the end of the file."""
-        done = 0
+        done, size = 0, sum(map(len, chunk))
         try:
             descriptor = self._open(path, writing=False)
-            while done < len(chunk):
-                got = os.preadv(descriptor, [chunk[done:]], offset + done)
+            while done < size:
+                got = os.preadv(descriptor, _after(done, chunk), offset + done)
                 done += got
                 # A read of the last page is short if the file does not end on a page boundary.
                 if got == 0 or done % PAGE and offset + done >= os.fstat(descriptor).st_size:
                     break
                 if done % PAGE:
                     descriptor = self._open(path, writing=False, direct=False)
-            if done < len(chunk) and offset + done < os.fstat(descriptor).st_size:
+            if done < size and offset + done < os.fstat(descriptor).st_size:
                 raise OSError(errno.EIO, "short read")
         except OSError as error:
             raise UserError(f"reading {path} failed: {error.strerror}; check the disk") from error
-        if len(chunk) - done >= PAGE or done < min(len(chunk), end - offset):
+        if size - done >= PAGE or done < min(size, end - offset):
             raise UserError(f"{path} ends at byte {offset + done}: it was cut short during the run")
         return done
 
-    def _write_chunk(self, path: Path, offset: int, chunk: memoryview) -> None:
+    def _write_chunk(self, path: Path, offset: int, chunk: Sequence[memoryview]) -> None:
         began = time.perf_counter()
-        done = 0
+        done, size = 0, sum(map(len, chunk))
         try:
             descriptor = self._open(path, writing=True)
-            while done < len(chunk):
-                done += os.pwritev(descriptor, [chunk[done:]], offset + done)
+            while done < size:
+                done += os.pwritev(descriptor, _after(done, chunk), offset + done)
                 if done % PAGE:
                     descriptor = self._open(path, writing=True, direct=False)
         except OSError as error:
             raise _offload_error(error, path) from error
-        self._record(WRITE, len(chunk), began, time.perf_counter())
+        self._record(WRITE, size, began, time.perf_counter())
 
     def _open(self, path: Path, *, writing: bool, direct: bool = True) -> int:
         """Return the descriptor of an open file.
@@ -346,6 +348,37 @@ class Disk:
         return os.open(path, flags)
 
 
+def _chunks(path: Path | StripedFile, offset: int, view: memoryview, size: int
+            ) -> Iterator[tuple[Path, int, list[memoryview]]]:
+    """Split a transfer between a file and memory into chunks of about `size` bytes.
+
+    Yield the file, the offset in it, and the consecutive parts of the chunk in memory. A chunk of a
+    striped file has many parts, because short requests are slow.
+    """
+    if not isinstance(path, StripedFile):
+        for done in range(0, len(view), size):
+            yield path, offset + done, [view[done : done + size]]
+        return
+    started: dict[Path, tuple[int, list[memoryview]]] = {}
+    for file, file_offset, nbytes in path.ranges(offset, len(view)):
+        first, parts = started.setdefault(file, (file_offset, []))
+        parts.append(view[:nbytes])
+        view = view[nbytes:]
+        if file_offset + nbytes - first >= size:
+            yield file, *started.pop(file)
+    for file, (first, parts) in started.items():
+        yield file, first, parts
+
+
+def _after(done: int, parts: Iterable[memoryview]) -> list[memoryview]:
+    """Return the rest of the parts of a chunk after its first `done` bytes."""
+    rest = []
+    for part in parts:
+        rest.append(part[done:])
+        done = max(0, done - len(part))
+    return [part for part in rest if part]
+
+
 def _offload_error(error: OSError, path: Path) -> UserError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(f"the disk of {path.parent} is full: free some space, offload less to "
@@ -369,24 +402,10 @@ def _remove_own(path: Path, owner: int, process: int) -> None:
         _remove_folder(path, owner)
 
 
-class RunFolder:
-    """Private folder (mode 0700) for the offload files of one run, which is removed with the run.
+class _PrivateFolder:
+    """The folder of a run (mode 0700) in one offload folder, which is created if needed."""
 
-    A lock on the folder shows that its run is alive. The kernel drops the lock when the process
-    ends, however it ends; the next run removes folders without a lock.
-
-    Parameters
-    ----------
-    offload_dir : path
-        Parent folder, which is created if needed.
-
-    Raises
-    ------
-    UserError
-        The folder cannot be created or written.
-    """
-
-    def __init__(self, offload_dir: str | os.PathLike):
+    def __init__(self, offload_dir: AnyPath):
         self._parent = Path(os.path.expanduser(offload_dir))
         for place in (self._parent, *self._parent.parents):
             if os.path.lexists(place) and not os.path.isdir(place):
@@ -421,21 +440,7 @@ class RunFolder:
             _remove_folder(self.path, owner)
             raise
 
-    def file(self, name: str, nbytes: int) -> Path:
-        """Create a file and allocate its bytes, so that a full disk is found at once."""
-        path = self.path / name
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, max(round_up(nbytes, PAGE), PAGE))
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise _offload_error(error, path) from error
-        return path
-
     def close(self) -> None:
-        """Remove the folder and its files. A second call is a no-op."""
         self._remove()
 
     def _remove_stale(self) -> None:
@@ -453,3 +458,71 @@ class RunFolder:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(descriptor)
+
+
+class RunFolder:
+    """Private folder (mode 0700) for the offload files of one run, which is removed with the run.
+
+    There is one in each of several offload folders. A lock on the folder shows that its run is
+    alive. The kernel drops the lock when the process ends, however it ends; the next run removes
+    folders without a lock.
+
+    Parameters
+    ----------
+    offload_dir : path, sequence of path, or OffloadDirs
+        Parent folders, which are created if needed.
+
+    Raises
+    ------
+    UserError
+        A folder cannot be created or written.
+    """
+
+    def __init__(self, offload_dir: AnyDirs):
+        self._dirs = OffloadDirs.of(offload_dir)
+        self._folders: list[_PrivateFolder] = []
+        try:
+            for path in self._dirs.paths:
+                self._folders.append(_PrivateFolder(path))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def paths(self) -> list[Path]:
+        """The private folders."""
+        return [folder.path for folder in self._folders]
+
+    def file(self, name: str, nbytes: int) -> Path:
+        """Create a file and allocate its bytes, so that a full disk is found at once.
+
+        Of several offload folders, it is in the one with the largest share.
+        """
+        path = self.paths[self._dirs.stripes.index(max(self._dirs.stripes))] / name
+        _allocate(path, nbytes)
+        return path
+
+    def striped_file(self, name: str, nbytes: int) -> Path | StripedFile:
+        """Create a file like `file`, striped over all offload folders if there are several."""
+        if not self._dirs.striped:
+            return self.file(name, nbytes)
+        file = self._dirs.striped_file([path / name for path in self.paths])
+        for path, size in zip(file.files, file.sizes(nbytes), strict=True):
+            _allocate(path, size)
+        return file
+
+    def close(self) -> None:
+        """Remove the folders and their files. A second call is a no-op."""
+        for folder in self._folders:
+            folder.close()
+
+
+def _allocate(path: Path, nbytes: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, max(round_up(nbytes, PAGE), PAGE))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _offload_error(error, path) from error

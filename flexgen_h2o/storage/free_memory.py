@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from flexgen_h2o.storage.offload_dirs import AnyDirs, OffloadDirs
+
 
 @dataclass(frozen=True)
 class MemoryLimits:
@@ -33,12 +35,12 @@ class MemoryLimits:
                             self.disk_bytes)
 
 
-def free_memory(offload_dir: str | os.PathLike, device_free: int | None) -> MemoryLimits:
-    """Return the free memory of all tiers, with the disk of `offload_dir`.
+def free_memory(offload_dir: AnyDirs, device_free: int | None) -> MemoryLimits:
+    """Return the free memory of all tiers, with the disks of `offload_dir`.
 
     Parameters
     ----------
-    offload_dir : path
+    offload_dir : path, sequence of path, or OffloadDirs
         May not exist yet.
     device_free : int or None
         Free bytes of the GPU; None without one.
@@ -48,18 +50,34 @@ def free_memory(offload_dir: str | os.PathLike, device_free: int | None) -> Memo
     return MemoryLimits(
         gpu_bytes=device_free,
         cpu_bytes=available if cgroup is None else min(available, cgroup),
-        disk_bytes=shutil.disk_usage(nearest_folder(offload_dir)).free,
+        disk_bytes=_disk_bytes(offload_dir, "free"),
     )
 
 
-def whole_memory(offload_dir: str | os.PathLike, device_bytes: int | None) -> MemoryLimits:
+def whole_memory(offload_dir: AnyDirs, device_bytes: int | None) -> MemoryLimits:
     """Return the total memory of all tiers; parameters as of `free_memory`."""
     limit, total = cgroup_limit(), psutil.virtual_memory().total
     return MemoryLimits(
         gpu_bytes=device_bytes,
         cpu_bytes=total if limit is None else min(total, limit),
-        disk_bytes=shutil.disk_usage(nearest_folder(offload_dir)).total,
+        disk_bytes=_disk_bytes(offload_dir, "total"),
     )
+
+
+def _disk_bytes(offload_dir: AnyDirs, kind: str) -> int:
+    """Return the bytes of offload files that fit until one of the disks is full."""
+    dirs = OffloadDirs.of(offload_dir)
+    return min(int(getattr(shutil.disk_usage(nearest_folder(dirs.paths[folders[0]])), kind)
+                   / dirs.share(folders))
+               for folders in folders_by_disk(dirs))
+
+
+def folders_by_disk(dirs: OffloadDirs) -> list[list[int]]:
+    """Return the indices of the folders on each disk; they may not exist yet."""
+    disks: dict[int, list[int]] = {}
+    for index, path in enumerate(dirs.paths):
+        disks.setdefault(nearest_folder(path).stat().st_dev, []).append(index)
+    return list(disks.values())
 
 
 def nearest_folder(path: str | os.PathLike) -> Path:

@@ -19,7 +19,7 @@ from itertools import chain, cycle
 import torch
 
 from flexgen_h2o.metrics.trace import COMPUTE, WAITING, LinkStats, Trace
-from flexgen_h2o.storage.disk import Disk
+from flexgen_h2o.storage.disk import WORKERS, Disk
 from flexgen_h2o.storage.tiers import Device, Event
 
 H2D, D2H = "cpu->gpu", "gpu->cpu"
@@ -114,14 +114,16 @@ class Transfers:
         Gets the bytes and times of transfers.
     trace : Trace
         Gets the spans of transfers and compute.
+    disks : int
+        Number of disks to keep busy: offload files may be striped over several.
     """
 
-    def __init__(self, device: Device, *, links: LinkStats, trace: Trace):
+    def __init__(self, device: Device, *, links: LinkStats, trace: Trace, disks: int = 1):
         self.device = device
         self.links = links
         self.trace = trace
         self._pending: deque[tuple] = deque()
-        self.disk = Disk(record=self._record)
+        self.disk = Disk(disks * WORKERS, record=self._record)
         self._latest: dict[str, Handle] = {}
         self._lock = threading.Lock()
         self._lanes = {name: Lane(name, self) for name in LANES}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml
+from flexgen_h2o.commands import generate
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
@@ -283,6 +284,18 @@ def test_weight_cache(monkeypatch, tmp_path, values, folder):
     assert config.resolved_weight_cache == folder
     config.save(tmp_path / "c.yaml")
     assert RunConfig.from_mapping(load_yaml(tmp_path / "c.yaml")) == config
+
+
+@pytest.mark.parametrize(("words", "folders"), [
+    (["~/a"], "/somewhere/a"), (["a", "~/b", "c"], ("a", "/somewhere/b", "c"))])
+def test_offload_folders(monkeypatch, tmp_path, words, folders):
+    monkeypatch.setenv("HOME", "/somewhere")
+    config = generate.parse_args(["--offload-dir", *words])
+    assert config.offload_dir == folders
+    config.save(tmp_path / "c.yaml")
+    assert RunConfig.from_mapping(load_yaml(tmp_path / "c.yaml")) == config
+    refused(lambda: RunConfig(offload_dir=[]), "--offload-dir is empty")
+    refused(lambda: RunConfig(offload_dir=["a", ""]), "--offload-dir must be text")
 
 
 SIZES = [

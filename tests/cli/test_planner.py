@@ -524,7 +524,8 @@ def here(monkeypatch, tmp_path):
         return CPU
 
     monkeypatch.setitem(sys.modules, "flexgen_h2o.planning.calibrate",
-                        types.SimpleNamespace(load_or_calibrate=measured))
+                        types.SimpleNamespace(load_or_calibrate=measured,
+                                              by_measured_rates=lambda device, folder: folder))
     monkeypatch.setattr(planner, "free_memory", lambda folder, device: limits_of(CPU))
     return asked
 

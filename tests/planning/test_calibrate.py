@@ -2,7 +2,10 @@
 
 import logging
 import math
+import os
+import shutil
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from flexgen_h2o.planning import compute_rates as clocks
 from flexgen_h2o.planning.calibrate import calibrate
 from flexgen_h2o.planning.compute_rates import MIN_CALLS, DecodeStep, Rates, Sizes, Timer
 from flexgen_h2o.planning.hardware import BITS, HOST_LINKS, Hardware, load_hardware, save_hardware
+from flexgen_h2o.storage import free_memory
 from flexgen_h2o.storage.tiers import Device
 
 TINY = Sizes(matrix=(48, 128), rows=(1, 3), rotated=1 << 16, heads=2, head_dim=32, prompts=(2, 8),
@@ -255,6 +259,37 @@ def test_a_machine_is_measured_once(tmp_path, kept):
     assert kept == [tmp_path / "not" / "there"]
     assert this_machine(tmp_path, recalibrate=True).name == "call 2"
     assert this_machine(tmp_path).name == "call 2"
+
+
+class FakeFolder(os.PathLike):
+    """A folder whose first name is its disk."""
+
+    def __init__(self, path):
+        self._disk = path.split("/")[0]
+
+    def __fspath__(self):
+        return "/"
+
+    def stat(self):
+        return SimpleNamespace(st_dev=self._disk)
+
+
+def test_several_disks_count_as_one(kept, monkeypatch, tiny_hardware):
+    rates = {"fast/a": 4e9, "slow": 1e9}  # of the first folder on each disk
+    monkeypatch.setattr(module, "calibrate", lambda device, folder, *, progress: replace(
+        tiny_hardware, links={"disk->cpu": rates[folder], "cpu->disk": 1e9}))
+    for place in (module, free_memory):
+        monkeypatch.setattr(place, "nearest_folder", FakeFolder)
+    folders = ["fast/a", "slow", "fast/b"]
+    assert module.load_calibration(Device(), folders) is None
+    assert module.by_measured_rates(Device(), folders).stripes == (1, 1, 1)
+    hardware = this_machine(folders)
+    assert hardware.links == pytest.approx({"disk->cpu": 5e9, "cpu->disk": 1.25e9})
+    assert module.load_calibration(Device(), folders).links == hardware.links
+    dirs = module.by_measured_rates(Device(), folders)
+    assert dirs.stripes == (2, 1, 2), "the folders on one disk divide its rate"
+    assert free_memory.whole_memory(dirs, None).disk_bytes == int(
+        shutil.disk_usage("/").total / 0.8), "until the fast one is full"
 
 
 def test_changed_environment_is_calibrated_again(tmp_path, kept, monkeypatch):

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.storage import disk as disk_module
+from flexgen_h2o.storage import offload_dirs
 from flexgen_h2o.storage.disk import (
     READ,
     RUN_PREFIX,
@@ -35,6 +36,7 @@ from flexgen_h2o.storage.disk import (
     RunFolder,
     plan_reads,
 )
+from flexgen_h2o.storage.offload_dirs import OffloadDirs
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up
 from flexgen_h2o.storage.transfer import ATTENTION, Transfers
 
@@ -253,7 +255,8 @@ def test_full_disk_is_an_error_at_allocation(tmp_path, monkeypatch):
 
 def test_run_folder_is_private_and_removed(tmp_path):
     folder = RunFolder(tmp_path / "deep" / "offload")
-    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    private, = folder.paths
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
     assert folder.file("a.bin", 5000).stat().st_size == round_up(5000, PAGE)
     folder.close()
     folder.close()
@@ -270,7 +273,7 @@ def test_files_of_killed_runs_are_removed(tmp_path):
     living = RunFolder(tmp_path)
     assert not left.exists()
     other = RunFolder(tmp_path)
-    assert living.path.exists()
+    assert living.paths[0].exists()
     living.close()
     other.close()
     assert list(tmp_path.iterdir()) == []
@@ -290,3 +293,56 @@ def test_invalid_offload_folder_is_an_error(tmp_path, place, words):
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "gone").symlink_to("nowhere")
     refused(lambda: RunFolder(tmp_path / place), match=f"--offload-dir .*{words}")
+
+
+@pytest.mark.parametrize("rates", [(1, 1), (3, 1), (1, 2, 5), (1, 999)])
+def test_files_are_striped_over_offload_folders(tmp_path, disk, monkeypatch, rates):
+    monkeypatch.setattr(offload_dirs, "STRIPE", PAGE)
+    parents = [tmp_path / str(number) for number in range(len(rates))]
+    dirs = OffloadDirs.of(parents).by_rates(rates)
+    pages, rng = 70, random.Random(0)
+    with contextlib.closing(RunFolder(dirs)) as folder:
+        file = folder.striped_file("a.bin", pages * PAGE - 5)
+        sizes = [path.stat().st_size // PAGE for path in file.files]
+        assert sum(sizes) == pages and [path.parent.parent for path in file.files] == parents
+        for size, rate in zip(sizes, rates, strict=True):
+            assert abs(size - pages * rate / sum(rates)) <= 5
+        content = Device().host_empty(pages * PAGE).random_(0, 256)
+        disk.write(Extent(file, 0, 40 * PAGE), content[: 40 * PAGE])
+        disk.write(Extent(file, 40 * PAGE, 30 * PAGE), content[40 * PAGE :])
+        assert sorted(b"".join(path.read_bytes() for path in file.files)) == sorted(
+            bytes(content.numpy()))
+        for _ in range(20):
+            start = rng.randrange(pages * PAGE)
+            extent = Extent(file, start, rng.randrange(1, pages * PAGE - start + 1))
+            reads, places, size = plan_reads([extent])
+            target = Device().host_empty(size).fill_(255)
+            disk.read(reads, target)
+            assert torch.equal(target[places[extent] :][: extent.nbytes],
+                               content[start : start + extent.nbytes])
+    assert not any(os.listdir(parent) for parent in parents)
+
+
+def test_file_for_kernels_is_on_the_fastest_disk(tmp_path):
+    dirs = OffloadDirs.of([tmp_path / "slow", tmp_path / "fast"]).by_rates([1, 2])
+    with contextlib.closing(RunFolder(dirs)) as folder:
+        path = folder.file("recall.bin", PAGE)
+        assert path.parent.parent == tmp_path / "fast"
+
+
+def test_unusable_one_of_offload_folders_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("not a folder")
+    refused(lambda: RunFolder([tmp_path / "good", tmp_path / "file"]), match="file is a file")
+    assert os.listdir(tmp_path / "good") == []
+    refused(lambda: RunFolder([]), match="offload_dir is empty")
+    refused(lambda: RunFolder([tmp_path / "good", ""]), match="offload_dir must be")
+    allocate = os.posix_fallocate
+
+    def fail(descriptor, *sizes):
+        if "full" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(descriptor, *sizes)
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with contextlib.closing(RunFolder([tmp_path / "good", tmp_path / "full"])) as folder:
+        refused(lambda: folder.striped_file("a.bin", 9), match="the disk of .*/full/.* is full")
