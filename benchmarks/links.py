@@ -386,7 +386,7 @@ def gpu_rows(args, transfers: Transfers) -> list[Row]:
 
         def ours(kind_of_job=kind_of_job, job=job) -> None:
             transfers.submit(kind_of_job, job).synchronize()
-            transfers.settle()
+            transfers.record_finished()
 
         rows.append(Row(link, f"pinned, pieces of {COPY // MB} MB",
                         {(link, COPY, 1): TimedWork(plain, nbytes)}, TimedWork(ours, nbytes)))
@@ -466,7 +466,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
         transfers = Transfers(device, links=LinkStats(), trace=Trace(enabled=False))
         opened.callback(transfers.close)
         rows = disk_rows(args, transfers, opened)
-        if device.separate:
+        if device.is_gpu:
             rows += gpu_rows(args, transfers)
         else:
             print(f"no GPU here: rows of {H2D} and {D2H} are left out")

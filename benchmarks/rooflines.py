@@ -124,7 +124,7 @@ def measure_rates(file: str, dtype: str) -> dict[str, float]:
     from flexgen_h2o.storage.tiers import open_device
 
     device, number = open_device(), getattr(torch, dtype)
-    link = {"link": copy_rates(device)[0]} if device.separate else {}
+    link = {"link": copy_rates(device)[0]} if device.is_gpu else {}
     return {"disk": disk_read_rate(Path(file)), "memory": memory_read_rate(device=device),
             "gemm": max(best_gemm_rate(rows, number, device=device) for rows in (256, 2048)),
             **link}

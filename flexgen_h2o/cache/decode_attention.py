@@ -105,7 +105,7 @@ class HostAttentionQueue:
                 outputs.copy_(attend(*rows)[0])
             lane.copy(out, outputs, H2D)
 
-        mark = self._transfers.device.mark()
+        mark = self._transfers.device.record_event()
         self._latest = self._transfers.submit(ATTENTION, job, after=(mark,))
         return out, self._latest
 
@@ -168,8 +168,8 @@ class SparseAttention:
                                            sparsity=self._shape.attn_sparsity, **attention)
         if tier.gathers_values:
             index = self._copy(index, "cpu", D2H)
-            values = self._copy(tier.gather_values(*where, index), self._transfers.device.torch,
-                                H2D)
+            values = self._copy(tier.gather_values(*where, index),
+                                self._transfers.device.torch_device, H2D)
         else:
             values = gather_slots(cache[1], index)
         return ops.attend_selected(k, v, slots=cache, values=values, weights=weights,
@@ -177,7 +177,7 @@ class SparseAttention:
 
     def _copy(self, x: Tensor, device, link: str) -> Tensor:
         """Return a copy on the other side of a link, and wait for it."""
-        began = self._transfers.device.stamp()
+        began = self._transfers.device.record_timestamp()
         copied = x.to(device)
-        self._transfers.moved(link, x.nbytes, began, self._transfers.device.stamp())
+        self._transfers.moved(link, x.nbytes, began, self._transfers.device.record_timestamp())
         return copied

@@ -389,7 +389,7 @@ class DiskRecallTier(FetchedTier):
 
 def recalls_in_place(device: Device) -> bool:
     """Return whether GPU kernels read selected tokens in host memory in place."""
-    return device.zero_copy and not ops.uses_reference(device.torch.type)
+    return device.zero_copy and not ops.uses_reference(device.torch_device.type)
 
 
 def make_tiers(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int], *,
@@ -419,7 +419,7 @@ def make_tiers(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int
     """
     device = transfers.device
     gpu, cpu, disk = counts
-    if not device.separate:
+    if not device.is_gpu:
         gpu, cpu = gpu + cpu, 0
     in_host, on_disk = (gpu, gpu + cpu), (gpu + cpu, gpu + cpu + disk)
     sizes: dict[str, Any] = {"capacity": capacity, "transfers": transfers}
@@ -434,7 +434,7 @@ def make_tiers(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int
                                   **sizes))
     elif cpu:
         tiers.append(fetched(slot_layout, *in_host, path=None, **sizes))
-    if disk and any(hot_slots) and not device.separate:
+    if disk and any(hot_slots) and not device.is_gpu:
         # A kernel reads the file through one descriptor: it cannot be striped.
         path = run_folder().file(name, DiskRecallTier.recalled_file_bytes(
             slot_layout, disk, capacity, hot_slots))

@@ -155,7 +155,7 @@ class ZeroCopyTier(FetchedTier):
         self._starts = [0, *accumulate(size * capacity.batches for size in self._hot_bytes)]
         self._buffer = self._device.empty(self._starts[-1])
         self._hot: dict[tuple[int, int], _GpuHotTokens] = {}
-        self._counts = torch.zeros(2, dtype=torch.int64, device=self._device.torch)
+        self._counts = torch.zeros(2, dtype=torch.int64, device=self._device.torch_device)
         """Tokens selected, and tokens loaded."""
 
     @property
@@ -175,7 +175,8 @@ class ZeroCopyTier(FetchedTier):
             start = self._starts[layer] + batch * self._hot_bytes[layer]
             self._hot[layer, batch] = _GpuHotTokens(
                 typed(self._buffer, start, layout.shape(sequences, slots + 1), layout.dtype),
-                HotSet(sequences * layout.kv_heads, tokens, slots, 1, device=self._device.torch))
+                HotSet(sequences * layout.kv_heads, tokens, slots, 1,
+                       device=self._device.torch_device))
 
     def load(self, layer, batch, *, fetch, keys_only=False, cached=None):
         if self._recalled[layer]:
@@ -183,7 +184,7 @@ class ZeroCopyTier(FetchedTier):
             cached = None
             self._write_newest(layer, batch)
             self._stores[layer, batch].busy.append(
-                self._device.mark())  # type: ignore[arg-type]  # `load` waits for an Event, too
+                self._device.record_event())  # type: ignore[arg-type]  # `load` waits for an Event, too
         super().load(layer, batch, fetch=fetch, keys_only=keys_only, cached=cached)
 
     def on_prompt_cached(self, layer, batch, tokens):
@@ -192,7 +193,7 @@ class ZeroCopyTier(FetchedTier):
             firsts = torch.full((sequences, self.slot_layout.kv_heads), slots)
             for sequence, first, _ in tokens:
                 firsts[sequence - self.first] = first
-            self._hot[layer, batch].hot_set.forget(firsts.view(-1).to(self._device.torch))
+            self._hot[layer, batch].hot_set.forget(firsts.view(-1).to(self._device.torch_device))
 
     def log_weights(self, layer, batch, rows):
         if not self._slots[layer]:

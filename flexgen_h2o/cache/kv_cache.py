@@ -81,7 +81,7 @@ class KVCache:
         self._h2o = None if h2o is None or h2o.is_full else h2o
         self._fetches_selected = policy.selective_fetch
         self._transfers = transfers
-        self._device = transfers.device.torch
+        self._device = transfers.device.torch_device
         self._batch_layouts: list[BatchLayout] = []
         self._evictions = EvictionStates(shape, self._h2o, rope=rope, device=self._device,
                                          smoothing=smoothing)
@@ -95,7 +95,7 @@ class KVCache:
 
         self.tiers: list[CacheTier] = new_tiers(
             "cache", shape.slot_layout(), size.slots,
-            on_host=policy.cpu_cache_compute and transfers.device.separate,
+            on_host=policy.cpu_cache_compute and transfers.device.is_gpu,
             recalled=[h2o is not None and budgets.num_selected(h2o, layer, 1) is not None
                       for layer in range(shape.num_layers)],
             hot_slots=[budgets.num_hot_slots(h2o, layer, slots, policy.hot_set)

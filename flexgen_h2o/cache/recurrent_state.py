@@ -36,7 +36,7 @@ class _FetchedStates(FetchedTier):
 
     def _staging(self, nbytes: int, sequences: int) -> StagingBuffer:
         host = self._device.host_empty(nbytes)
-        return StagingBuffer(self._device.empty(nbytes) if self._device.separate else host, host)
+        return StagingBuffer(self._device.empty(nbytes) if self._device.is_gpu else host, host)
 
     def _new_log(self, sequences: int) -> WriteBackLog:
         return WriteBackLog(torch.empty(0), torch.empty(0))

@@ -335,7 +335,7 @@ class FetchedTier(CacheTier):
 
     def _staging(self, nbytes: int, sequences: int) -> StagingBuffer:
         host = self._device.host_empty(nbytes)
-        if not self._device.separate:
+        if not self._device.is_gpu:
             return StagingBuffer(host, host)
         landing = (self.slot_layout.nbytes(sequences, 1), sequences * self.slot_layout.kv_heads * 8)
         return StagingBuffer(self._device.empty(nbytes), host,
@@ -357,7 +357,7 @@ class FetchedTier(CacheTier):
         self._ring.reset()
 
     def synchronize(self):
-        self._ring.settle()
+        self._ring.synchronize()
 
     def _shape(self, layer: int, batch: int, slots: int) -> tuple[int, ...]:
         return self.slot_layout.shape(self._sizes[layer, batch][0], slots)
@@ -401,7 +401,7 @@ class FetchedTier(CacheTier):
             log.count = 0
             writes.append(self._write_back(store, staging.host[: round_up(host.nbytes, PAGE)]))
             store.busy.extend(writes)
-        if self._device.separate:
+        if self._device.is_gpu:
             lane.copy(device, host, H2D)
         return writes
 
@@ -442,7 +442,7 @@ class FetchedTier(CacheTier):
         if store.host is not None:
             lane.copy(typed(store.host, 0, shape, dtype), cache, D2H)
             return
-        if self._device.separate:
+        if self._device.is_gpu:
             lane.copy(typed(staging.host, 0, shape, dtype), cache, D2H)
             lane.flush()
         store.log.count = 0
@@ -451,7 +451,7 @@ class FetchedTier(CacheTier):
 
     def _store_update(self, lane: Lane, staging: StagingBuffer, *, store: CacheStore,
                       update: SlotUpdate, shape: tuple[int, ...]) -> None:
-        if self._device.separate:
+        if self._device.is_gpu:
             sources = (update.entries, update.slots)
             landed = [typed(buffer, 0, source.shape, source.dtype)
                       for buffer, source in zip(staging.landing, sources, strict=True)]

@@ -65,7 +65,7 @@ class TokenAttention:
         self._tiers = tiers
         self._evictions = evictions
         self._recall = recall
-        self._device = transfers.device.torch
+        self._device = transfers.device.torch_device
         self._host = HostAttentionQueue(host_sequences, transfers)
         self._sparse = SparseAttention(shape, transfers)
         self._journal = DraftJournal()

@@ -223,7 +223,7 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     draft = None if config.draft_model is None else find_model(
         config.draft_model, path=None, dtype=config.dtype, bits=AUTO, device=device,
         progress=progress)
-    _check_model(config, source.config, has_gpu=device.separate)
+    _check_model(config, source.config, has_gpu=device.is_gpu)
     inputs = InputProcessor(source, config.model, config.h2o())
     if texts and inputs.tokenizer is not None:  # dummy weights are planned for estimated lengths
         inputs.check_longest(texts, config.gen_len)

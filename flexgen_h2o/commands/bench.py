@@ -130,7 +130,7 @@ def ideal_plan_of(llm: LLM, config: RunConfig, dtype: str) -> PlanCandidate | st
         return hardware
     run = PlannedRun(
         llm.model_config, llm.policy, workload(config, ()),
-        calibrate.measured_dtype(device).itemsize, device.separate,
+        calibrate.measured_dtype(device).itemsize, device.is_gpu,
         False, config.cache(), llm.weight_options)
     return ideal_plan(hardware, run, config.num_prompts)
 

@@ -102,9 +102,9 @@ class ControlChannel:
             if other != fingerprints[0]:
                 raise UserError(f"{pipeline.monitor.names[rank]} loads {other.decode()} and rank 0 "
                                 f"{fingerprints[0].decode()}: start all ranks with the same flags")
-        pipeline.use_device(device.torch)
+        pipeline.use_device(device.torch_device)
         if pipeline.rank == 0:
-            fetched = policy.fetches(device.separate)
+            fetched = policy.fetches(device.is_gpu)
             layout = _Layout(list(bounds or balance_layers(layer_costs, pipeline.ranks)),
                              num_batch_groups(pipeline.ranks, fetched=fetched), workload)
             pipeline.broadcast(msgspec.json.encode(layout))

@@ -133,7 +133,6 @@ class HeartbeatMonitor:
     ----------
     store : TimeoutStore
         A connection that only this monitor uses.
-    rank : int
     names : sequence of str
         Name of each rank in messages.
     timeout : float

@@ -114,7 +114,6 @@ class Pipeline:
     ----------
     connect : callable () -> torch.distributed.Store
         Returns a new connection to the store that all ranks share.
-    rank, ranks : int
     local_rank : int
         Index of this rank's GPU on its host, if it has GPUs.
     rank_timeout : float
@@ -320,11 +319,8 @@ class Exchange:
 
     Parameters
     ----------
-    rank : RankContext
     width : int
         Width of hidden states [rows, width] of `dtype` on `device`.
-    dtype : torch.dtype
-    device : torch.device
 
     Attributes
     ----------

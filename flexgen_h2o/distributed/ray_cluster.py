@@ -282,19 +282,12 @@ def map_replicas(ray: Any, dataset: Any, replica: type[Replica], count: int | tu
 def _replica_pool(ray: Any, count: int | tuple[int, int]) -> dict[str, Any]:
     """Return keywords of ``map_batches`` for a number of replicas."""
     min_size, max_size = (count, count) if isinstance(count, int) else count
-    retries = {}
+    # One task runs and the next waits. More would wait for a slow replica while others idle.
+    pool = {"compute": ray.data.ActorPoolStrategy(
+        min_size=min_size, max_size=max_size, max_tasks_in_flight_per_actor=2)}
     if _has_parameter(ray, "ray_remote_args"):  # to be removed in Ray 2.64
-        retries = {"max_restarts": _MAX_RETRIES, "max_task_retries": _MAX_RETRIES}
-    strategy = getattr(ray.data, "ActorPoolStrategy", None)
-    if strategy is None or not _has_parameter(ray, "compute"):
-        return {"concurrency": min_size if min_size == max_size else (min_size, max_size),
-                **retries}
-    sizes: dict[str, Any] = {"size": min_size} if min_size == max_size else {
-        "min_size": min_size, "max_size": max_size}
-    if "max_tasks_in_flight_per_actor" in inspect.signature(strategy).parameters:
-        # One runs and the next waits. More would wait for a slow replica while others idle.
-        sizes["max_tasks_in_flight_per_actor"] = 2
-    return {"compute": strategy(**sizes), **retries}
+        pool |= {"max_restarts": _MAX_RETRIES, "max_task_retries": _MAX_RETRIES}
+    return pool
 
 
 def map_here(ray: Any, dataset: Any, function: Callable[..., Any], **keywords: Any) -> Any:
@@ -304,16 +297,12 @@ def map_here(ray: Any, dataset: Any, function: Callable[..., Any], **keywords: A
 
     Parameters
     ----------
-    function : callable
     **keywords
         Arguments of ``map_batches``.
     """
     node = ray.get_runtime_context().get_node_id()
     strategy = getattr(ray.data, "TaskPoolStrategy", None)
-    if strategy is not None and _has_parameter(ray, "compute"):
-        keywords["compute"] = strategy(size=1)
-    else:
-        keywords["concurrency"] = 1
+    keywords |= {"concurrency": 1} if strategy is None else {"compute": strategy(size=1)}
     if _has_parameter(ray, "label_selector"):
         keywords["label_selector"] = {"ray.io/node-id": node}
     else:

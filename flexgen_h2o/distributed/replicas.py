@@ -86,7 +86,6 @@ class WindowQueue:
 
     Parameters
     ----------
-    store : TimeoutStore
     replica, replicas : int
         Number of this replica, and how many there are.
     timeout : float

@@ -73,7 +73,6 @@ class GPUBatch:
     ----------
     index : int
         Index of the batch in its block.
-    requests : sequence of Request
     layout : BatchLayout
         Lengths of the prompts, their forward passes, and the maximum number of new tokens.
     share_prompts : bool
@@ -307,10 +306,8 @@ class BlockQueue:
 
     Parameters
     ----------
-    requests : sequence of Request
     new : int or mapping
         Maximum number of tokens appended: to every request, or to each by its key.
-    size : BlockSize
 
     Attributes
     ----------

@@ -160,8 +160,8 @@ def _placement(source: ModelSource, device: Device, args: EngineArgs) -> Placeme
         cpu=args.memory_limit, gpu=args.device_memory_limit)
     nbytes = _PASS_BYTES + sum(map(source.weight_format.nbytes,
                                    source.weights.by_name().values()))
-    if device.separate and nbytes < limits.gpu_bytes or (
-            not device.separate and nbytes < limits.cpu_bytes):
+    if device.is_gpu and nbytes < limits.gpu_bytes or (
+            not device.is_gpu and nbytes < limits.cpu_bytes):
         return Placement(100, 0, 0)
     return Placement(0, 100, 0) if nbytes < limits.cpu_bytes else Placement(0, 0, 100)
 

@@ -76,13 +76,10 @@ class CapturedLayers:
 
     Parameters
     ----------
-    config : ModelConfig
     weights : WeightStore
         Weights, already loaded. A layer with weights that are fetched is not captured.
     workspace : Workspace
         Its cache has begun or resumed the block before the first replay.
-    policy : Policy
-    device : torch.device
     dtype : torch.dtype
         Data type of weights and activations.
 

@@ -64,14 +64,12 @@ class DecoderLayers:
 
     Parameters
     ----------
-    config : ModelConfig
     weights : WeightStore
         Loaded. The executor fetches the weights of a unit before its compute.
     workspace : Workspace
         Memory of the block. The executor has called its cache's `begin` or `resume`.
     policy : Policy
         `overlap` and `sep_layer` are used.
-    transfers : Transfers
     stage : Stage
         Layers of this rank.
     experts : ExpertLayers or None
@@ -114,12 +112,12 @@ class DecoderLayers:
         self.head_unit = num_units(config.num_layers, policy.sep_layer) - 1
         self._experts = experts
         self._captured = CapturedLayers(
-            config, weights, workspace, policy=policy, device=transfers.device.torch,
+            config, weights, workspace, policy=policy, device=transfers.device.torch_device,
             dtype=workspace.dtype)
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
         self._batches: Sequence[GPUBatch] = ()
         self._pending_attention: dict[int, PendingAttention] = {}
-        self.chunk_rows = CHUNK_ROWS[transfers.device.torch.type]
+        self.chunk_rows = CHUNK_ROWS[transfers.device.torch_device.type]
 
     def begin(self, batches: Sequence[GPUBatch], groups: int) -> None:
         """Begin a block. A pipeline computes its batches in `groups` groups; one rank has one."""
@@ -142,7 +140,7 @@ class DecoderLayers:
                 action.batch, positions, lengths, batch.token(action.forward_pass))
             if self._captured.complete:
                 return
-        device = self._transfers.device.torch
+        device = self._transfers.device.torch_device
         self._rope[action.batch] = all_tables(
             self._config.ropes, positions.to(device), ops.table_dtype(device, self._dtype),
             None if lengths is None else lengths.to(device))
@@ -174,7 +172,7 @@ class DecoderLayers:
         """
         batch, weights, x = self._operands(action)
         if batch.has_shared_rows or len(selected) < len(x):
-            x = x[selected.to(self._transfers.device.torch)]
+            x = x[selected.to(self._transfers.device.torch_device)]
         for rows in _row_chunks(len(x), LOGIT_ROWS):
             yield rows.start, self._family.head(self._config, weights, x[rows])
 

@@ -78,8 +78,6 @@ class IncrementalDetokenizer:
 
     Parameters
     ----------
-    detokenizer : Detokenizer
-    prompt : sequence of int
     keep : collection of int
         Special tokens whose names are part of the text.
     """

@@ -30,12 +30,10 @@ class Executor:
 
     Parameters
     ----------
-    config : ModelConfig
     weights : WeightStore
         Loaded weights.
     workspace : Workspace
         Memory that is large enough for every block.
-    transfers : Transfers
     policy : Policy
         `overlap`, `sep_layer` and `refill_share` are used. With `sep_layer`, `weights` must be
         separated into attention and MLP too.
@@ -168,7 +166,7 @@ class Executor:
             self._stats.step_seconds.append(now - began)
             self._layers.prefetch.record(now - began)
             self._record_drafts(now - began)
-        self._transfers.settle()
+        self._transfers.record_finished()
         return now
 
     def _record_drafts(self, seconds: float) -> None:

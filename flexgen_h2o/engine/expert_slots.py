@@ -161,7 +161,7 @@ class ExpertSlots:
         self._weights, self._transfers, self._overlap = weights, transfers, overlap
         self._on_host = frozenset(
             key for key, unit in weights.experts.items() if host_computes
-            and transfers.device.separate and unit.fetched and not unit.disk_bytes)
+            and transfers.device.is_gpu and unit.fetched and not unit.disk_bytes)
         self._offloaded = frozenset(key for key, unit in weights.experts.items()
                                     if unit.fetched and key not in self._on_host)
         self._buffers = weights.staging_buffers(
@@ -360,7 +360,7 @@ class ExpertSlots:
 
     def _release(self, keys: Iterable[ExpertKey]) -> None:
         """Allow the eviction of experts after the compute that is queued so far."""
-        mark = self._transfers.device.mark()
+        mark = self._transfers.device.record_event()
         for key in keys:
             self._buffers[self._policy.slot(key)].free = mark
             self._policy.unpin(key)
@@ -438,7 +438,7 @@ class ExpertSlots:
         """Start to fill a slot with an expert."""
         buffer, unit = self._buffers[slot], self._weights.experts[key]
         before = buffer.busy
-        free = self._transfers.device.mark() if buffer.free is None else buffer.free
+        free = self._transfers.device.record_event() if buffer.free is None else buffer.free
         self._remove(slot)
         self._contents[slot] = key
 

@@ -192,7 +192,7 @@ class HostExperts:
                                   partial(self._slots.host_table, keys[0][0]))
             lane.copy(sums, host_sums, H2D)
 
-        mark = self._transfers.device.mark()
+        mark = self._transfers.device.record_event()
         return rows, sums, self._transfers.submit(EXPERTS, job, after=(mark,))
 
     def _host_buffers(self, *tensors: Tensor) -> list[Tensor]:

@@ -58,8 +58,6 @@ class GenerationRun:
 
     Parameters
     ----------
-    runner : Runner
-    requests : list of Request
     queue : BlockQueue
         The requests again, in blocks.
     consumer : LogitsConsumer
@@ -196,10 +194,8 @@ class Engine:
     ----------
     runner : Runner
         Runner of the loaded model.
-    inputs : InputProcessor
     control : ControlChannel
         Control messages to other ranks.
-    memory : MemoryCheck
     cache : CacheOptions
         Options of the KV cache in all layers of the model, on any rank.
 
@@ -231,7 +227,6 @@ class Engine:
 
         Parameters
         ----------
-        prompts : sequence of str or of token id sequences
         params : sequence of SamplingParams
             Sampling parameters of each prompt.
         cut_gen_len : int, optional

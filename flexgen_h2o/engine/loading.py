@@ -46,8 +46,6 @@ def load_runner(source: ModelSource, device: Device, args: EngineArgs, resources
 
     Parameters
     ----------
-    source : ModelSource
-    device : Device
     args : EngineArgs
         `args.cache` has the options of this rank's layers.
     resources : ExitStack
@@ -79,7 +77,6 @@ def _load_weights(source: ModelSource, args: EngineArgs, stage: Stage, transfers
                   ) -> WeightStore:
     """Load the weights of a stage, without experts that need slots."""
     policy, placement, experts = args.policy, args.policy.weights, args.policy.experts
-    separate = transfers.device.separate
 
     def with_heartbeat(update: ByteProgress) -> ByteProgress:
         if rank is None:
@@ -99,7 +96,7 @@ def _load_weights(source: ModelSource, args: EngineArgs, stage: Stage, transfers
     resources.callback(checkpoint.close)
     tensors = source.weights.slice_layers(stage.first, stage.last)
     sharded = placement.disk > 0 and policy.shards_weights(
-        has_gpu=separate, mixture=source.config.experts is not None)
+        has_gpu=transfers.device.is_gpu, mixture=source.config.experts is not None)
     weights = WeightStore(
         tensors.split_halves() if policy.sep_layer else tensors,
         WeightFiles(checkpoint, names, source.weight_format, transfers, verify=args.verify,

@@ -118,7 +118,6 @@ class OutputProcessor:
 
         Parameters
         ----------
-        request : Request
         prompt : str or sequence of int
             The prompt of the user.
         ids : list of int, optional

@@ -69,8 +69,8 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
     policy, h2o = args.policy, args.cache.h2o
     device = open_device(control.device_name(args.device))
     device.limit(args.device_memory_limit)
-    policy.check_device(has_gpu=device.separate)
-    if policy.selective_fetch and device.separate and not recalls_in_place(device):
+    policy.check_device(has_gpu=device.is_gpu)
+    if policy.selective_fetch and device.is_gpu and not recalls_in_place(device):
         raise UserError("selective_fetch needs the kernels of a GPU, which are missing or switched "
                         "off: install triton, or leave it out")
     source = find_model(
@@ -82,7 +82,7 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
     check_experts(source.config, policy)
     check_speculation(source.config, policy)
     if args.batch_invariant:
-        check_batch_invariant(source.config, policy, args.cache, device.torch)
+        check_batch_invariant(source.config, policy, args.cache, device.torch_device)
     cache = replace(args.cache, h2o=add_windows(h2o, source.config.attention))
     args = replace(args, cache=cache)
     inputs = InputProcessor(source, args.model, h2o)

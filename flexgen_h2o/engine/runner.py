@@ -41,10 +41,8 @@ class Runner:
 
     Parameters
     ----------
-    source : ModelSource
     args : EngineArgs
         `args.cache` has the options of this rank's layers.
-    transfers : Transfers
     weights : WeightStore
         Loaded weights of this rank's layers.
     experts : ExpertSlots or None
@@ -101,7 +99,7 @@ class Runner:
     @property
     def device(self) -> torch.device:
         """The device that computes."""
-        return self._transfers.device.torch
+        return self._transfers.device.torch_device
 
     def with_prefill_chunk(self, chunk: int) -> Runner:
         """Return a runner with the same weights that prefills in chunks and evicts after each."""
@@ -197,7 +195,6 @@ class Runner:
 
         Parameters
         ----------
-        block : sequence of GPUBatch
         keep_cache : bool
             Continue with the contents of the workspace's cache, and keep them for the next block.
         bars : RunBars, optional
@@ -247,7 +244,7 @@ class Runner:
                     self._experts.clear()
                 raise
             self._transfers.drain()
-        self._transfers.settle()
+        self._transfers.record_finished()
         finished = [request for batch in block for request in batch.requests
                     if request.finish_reason]
         stats.num_prompts = len(finished)

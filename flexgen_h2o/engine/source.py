@@ -329,7 +329,7 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
     _check_bits(bits, activation_bits, device)
     stored = published_quantization(model) if dummy else None
     if config is None:
-        copy_dtype = None if dtype == "auto" and device.torch.type == "cuda" else dtype
+        copy_dtype = None if dtype == "auto" and device.torch_device.type == "cuda" else dtype
         copy_dtype = "bfloat16" if copy_dtype == "auto" else copy_dtype
         if gguf is None or bits == 16:
             gguf = None
@@ -350,8 +350,8 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
     generation = read_generation_config(folder, config.eos_token_ids,
                                         end_tokens_alone=not generation_config)
     return ModelSource(config, weights, _dtype(dtype, config, device), folder, dummy, generation,
-                       gguf, bits, activation_bits, stored, codes, device.torch.type == "cuda",
-                       weight_cache, seed)
+                       gguf, bits, activation_bits, stored, codes,
+                       device.torch_device.type == "cuda", weight_cache, seed)
 
 
 def _check_adapter(folder: Path) -> None:
@@ -379,7 +379,7 @@ def _check_bits(bits: int | str, activation_bits: int, device: Device) -> None:
     if activation_bits == 8 and bits not in (AUTO, *INTEGER_BITS):
         raise UserError(f"activation_bits 8 has no effect on weights of {bits} bits: "
                         f"{'add' if bits == 16 else 'use'} weight_bits 4")
-    if activation_bits == 8 and device.torch.type != "cpu":
+    if activation_bits == 8 and device.torch_device.type != "cpu":
         raise UserError("activation_bits 8 works on a CPU only: leave it out, or compute on the "
                         "device cpu")
 
@@ -470,7 +470,7 @@ def _views(config: ModelConfig) -> Mapping[str, Sequence[View]]:
 
 def _dtype(name: str, config: ModelConfig, device: Device) -> torch.dtype:
     if name == "auto":
-        gpu = gpu_of(device.torch)
+        gpu = gpu_of(device.torch_device)
         native = config.dtype in ("float16", "bfloat16") and (
             gpu is None or has_tensor_cores(gpu, torch.bfloat16))
         name = "bfloat16" if gpu is None else config.dtype if native else "float16"

@@ -155,7 +155,6 @@ class DraftAutotune:
 
         Parameters
         ----------
-        seconds : float
         sequences : int
             Sequences that were computed.
         drafted, accepted : int

@@ -58,7 +58,6 @@ class GrammarCompiler:
 
         Parameters
         ----------
-        outputs : StructuredOutputs
         ends : collection of int
             Tokens that end a text.
         """
@@ -85,7 +84,6 @@ class TokenMasks:
     ----------
     matcher : LLMatcher
         At the beginning of a text; it is copied.
-    vocab_size : int
     ends : collection of int
         End tokens, which are allowed where the text may end, and only there.
     eos_tokens : collection of int

@@ -39,7 +39,6 @@ class InputProcessor:
 
     Parameters
     ----------
-    source : ModelSource
     name : str
         Name of the model in error messages.
     h2o : H2OConfig or None
@@ -83,7 +82,6 @@ class InputProcessor:
 
         Parameters
         ----------
-        prompt : str or sequence of int
         name : int or str
             Number or name of the prompt in error messages.
         add_special_tokens : bool

@@ -101,7 +101,6 @@ class WeightBuffer:
 
         Parameters
         ----------
-        specs : mapping of str to TensorSpec
         aligned : bool
             The content was copied without the lead.
         """
@@ -246,7 +245,6 @@ class WeightFiles:
 
     Parameters
     ----------
-    checkpoint : Checkpoint
     names : mapping of str to str
         Canonical tensor name to the checkpoint's name.
     weight_format : WeightFormat

@@ -105,7 +105,6 @@ class ShardStream:
 
     Parameters
     ----------
-    files : WeightFiles
     transfers : Transfers
         Transfers of a device that computes in host memory, where a matmul is done when its call
         returns.

@@ -52,8 +52,6 @@ class WeightStore:
     ----------
     weights : ModelWeights
         Tensors of each unit.
-    files : WeightFiles
-    transfers : Transfers
     placement : Placement
         Share of the bytes on each tier, in the format in which they are stored.
     experts : Placement, optional
@@ -130,12 +128,12 @@ class WeightStore:
         expert_sizes = {key: sum(map(self._bytes, unit.specs.values()))
                         for key, unit in self.experts.items()}
         placement, experts = place_experts(total, sum(expert_sizes.values()), placement, experts)
-        experts, self.pooled = pool_experts(experts, self._device.separate)
+        experts, self.pooled = pool_experts(experts, self._device.is_gpu)
         tiers: dict[str, str] = {}
         if self.units[-1].specs:  # only the last stage of a pipeline has a head
             head = max(self.units[-1].specs.values(), key=self._bytes)
             tier, placement = place_first(self._bytes(head), total, placement,
-                                          compute_tiers(self._device.separate))
+                                          compute_tiers(self._device.is_gpu))
             if tier is not None:
                 tiers[head.name] = tier
                 del specs[head.name]
@@ -174,7 +172,7 @@ class WeightStore:
         self.files.offload((spec for spec in self._specs() if self.tiers[spec.name] == "disk"),
                            run_folder, offload_file)
         self.files.expect_checksums(self._specs())
-        arena = None if self._device.separate else Arena(self._device)
+        arena = None if self._device.is_gpu else Arena(self._device)
         for index, unit in enumerate(chain(self.units, self.experts.values())):
             if index < len(self.units):
                 for tier in ("gpu", "cpu", "disk"):
@@ -227,12 +225,12 @@ class WeightStore:
         else:
             host = arena.take(buffer.nbytes)
         self.files.fill(buffer, specs, host)
-        if tier == "cpu" and self._device.separate:
+        if tier == "cpu" and self._device.is_gpu:
             buffer.host = host
             unit.fetched.append(buffer)
             return
         source = buffer.without_lead(host)
-        if self._device.separate:
+        if self._device.is_gpu:
             host = self._device.empty(buffer.nbytes)
             host[: len(source)].copy_(source)
         elif buffer.lead:
@@ -264,10 +262,10 @@ class WeightStore:
         """
         largest = max((unit.fetched_bytes for unit in units), default=0)
         read = max((unit.disk_bytes for unit in units), default=0)
-        in_arena = small and not self._device.separate
+        in_arena = small and not self._device.is_gpu
         empty = Arena(self._device).take if in_arena else self._device.empty
         return [StagingBuffer(empty(largest),
-                              self._device.host_empty(read) if read and self._device.separate
+                              self._device.host_empty(read) if read and self._device.is_gpu
                               else None)
                 for _ in range(count if largest else 0)]
 
@@ -301,7 +299,7 @@ class WeightStore:
         for part in unit.fetched:
             end = start + round_up(part.nbytes, PAGE)
             target, host = staging.device[start:end], part.host
-            if host is None and not self._device.separate:
+            if host is None and not self._device.is_gpu:
                 self.files.read(part, target, ahead=ahead)
             else:
                 if host is None:
@@ -339,7 +337,7 @@ class WeightStore:
         start = 0
         for part in unit.fetched:
             weights.update(part.views(staging.device[start:], unit.specs, self._weight_format,
-                                      aligned=self._device.separate))
+                                      aligned=self._device.is_gpu))
             start += round_up(part.nbytes, PAGE)
         return weights
 
@@ -380,4 +378,4 @@ class WeightStore:
             rows = ops.unpack_rows(weight, index.to(weight.data.device), self._weight_format.dtype)
         else:
             rows = weight[index.to(weight.device)]
-        return rows.to(self._device.torch)
+        return rows.to(self._device.torch_device)

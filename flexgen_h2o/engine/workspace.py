@@ -45,7 +45,6 @@ class HiddenStates:
     ----------
     rows, hidden : int
         Maximum rows of a batch, and the hidden size.
-    dtype : torch.dtype
     batches : int
         Number of batches of a block.
     placement : Placement
@@ -60,7 +59,7 @@ class HiddenStates:
         self._width = hidden
         self._dtype = dtype
         self._row_bytes = hidden * dtype.itemsize
-        self._away = placement.disk > 0 or (self._device.separate and placement.cpu > 0)
+        self._away = placement.disk > 0 or (self._device.is_gpu and placement.cpu > 0)
         size = rows * self._row_bytes
         gpu, cpu, _ = (min(size, self._row_bytes + int(size * f)) for f in placement.fractions())
         self._stores = [BackingStore(self._device.empty(gpu if self._away else size))
@@ -147,7 +146,7 @@ class HiddenStates:
 
     def _move(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, link: str) -> None:
         """Copy between host and compute memory; counted as a transfer if they are separate."""
-        if self._device.separate:
+        if self._device.is_gpu:
             lane.copy(target, source, link)
         else:
             target.copy_(source)
@@ -194,15 +193,10 @@ class Workspace:
 
     Parameters
     ----------
-    config : ModelConfig
     shape : CacheShape
         Of the attention layers.
-    size : WorkspaceSize
-    policy : Policy
     h2o : H2OConfig or None
         Of the attention layers.
-    transfers : Transfers
-    offload_dir : OffloadDirs
     cache : BlockCache, optional
         Replaces the cache that `policy` and `h2o` define.
     smoothing : sequence of LayerSmoothing
@@ -222,7 +216,7 @@ class Workspace:
                  cache: BlockCache | None = None, smoothing: Sequence[LayerSmoothing] = ()):
         self.size = size
         self.dtype = shape.dtype
-        self.operations = Operations(transfers.device.torch)
+        self.operations = Operations(transfers.device.torch_device)
         self._offload_dir = offload_dir
         self._transfers = transfers
         self._folder: RunFolder | None = None

@@ -180,7 +180,7 @@ def measured_hardware(device: Device, offload_dir: AnyDirs, dtype: str) -> Hardw
 
 def measured_dtype(device: Device) -> torch.dtype:
     """Return the dtype in which a device is measured: the engine's default."""
-    return torch.float16 if device.torch.type == "cuda" else torch.bfloat16
+    return torch.float16 if device.torch_device.type == "cuda" else torch.bfloat16
 
 
 @torch.inference_mode()
@@ -198,7 +198,7 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Progr
     links, slowdowns = _links(rates, device, offload_dir, progress)
     compute = _compute(rates, progress)
     host_attention = None
-    if device.separate:
+    if device.is_gpu:
         progress("attention on the host")
         host_attention = HostAttentionRates(*_decode_attention(Rates(Device(), dtype, sizes)))
     progress("recall")
@@ -222,11 +222,11 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
         names = ("interference", "read_interference")
         slowdowns: dict[str, Any] = dict(
             zip(names, map(_figure, rates.interference(scratch)), strict=True))
-        if not device.separate:
+        if not device.is_gpu:
             progress("cache on disk")
             names = ("fetch_seconds", "fetch_head_seconds")
             slowdowns |= zip(names, map(_figure, fetch_rates(device, scratch)), strict=True)
-    if device.separate:
+    if device.is_gpu:
         progress("copies between host and GPU")
         measured = (*measured, *copy_rates(device, nbytes=sizes.copied))
     return _figures(dict(zip(LINKS, measured, strict=False))), slowdowns
@@ -278,7 +278,7 @@ def _memory(device: Device, offload_dir: str | os.PathLike) -> dict[str, Any]:
 
 
 def _name(device: Device) -> str:
-    compute = device.description() if device.separate else cpu_model()
+    compute = device.description() if device.is_gpu else cpu_model()
     return f"{platform.node()}: {compute}, {torch.get_num_threads()} CPU threads"
 
 

@@ -90,11 +90,11 @@ class Timer:
         return samples
 
     def _sample(self, work: Callable[[], object], calls: int) -> float:
-        self._device.mark().synchronize()
+        self._device.record_event().synchronize()
         began = time.perf_counter()
         for _ in range(calls):
             work()
-        self._device.mark().synchronize()
+        self._device.record_event().synchronize()
         return (time.perf_counter() - began) / calls
 
 
@@ -207,7 +207,7 @@ class Sizes:
     @classmethod
     def for_device(cls, device: Device) -> Sizes:
         """Return the sizes that suit a device."""
-        if not device.separate:
+        if not device.is_gpu:
             return cls()
         return cls(matrix=(16384, 8192), rotated=1 << 30, prompts=(16, 512), sequences=32,
                    hidden=4096)
@@ -245,7 +245,7 @@ class Rates:
 
         def multiply() -> None:
             linear(x, next(matrices), out=out)
-            self._device.mark().synchronize()
+            self._device.record_event().synchronize()
 
         unloaded = self._timer.seconds(multiply)
         beside_disk = disk_beside(scratch, multiply, nbytes=self.sizes.scratch)
@@ -258,7 +258,7 @@ class Rates:
     @property
     def quantizes_activations(self) -> bool:
         """True where matmuls may quantize activations."""
-        return not self._device.separate
+        return not self._device.is_gpu
 
     def linear(self, bits: int, *, activation_bits: int = 16) -> dict[int, float]:
         """Measure `ComputeRates.linear`, or `rounded_linear` with 8 `activation_bits`."""
@@ -281,7 +281,7 @@ class Rates:
     def _fastest(self, operation: str, bits: int, rows: int, work: Callable[[], object]) -> float:
         """Return the seconds of the fastest implementation, which is recorded if there are several.
         """
-        possible = (("only",) if self._device.separate
+        possible = (("only",) if self._device.is_gpu
                     else dispatch.available(operation, rows, self._dtype))
         if len(possible) == 1:
             return self._timer.seconds(work)
@@ -303,7 +303,7 @@ class Rates:
         layout = form.layout(spec)
         data = weight.view(torch.uint8).flatten() if layout is None else ops.quantize_matrix(
             weight, layout)
-        return itertools.cycle([form.view(data.to(self._device.torch, copy=True), 0, spec)
+        return itertools.cycle([form.view(data.to(self._device.torch_device, copy=True), 0, spec)
                                 for _ in range(self._num_copies(data.nbytes))])
 
     def prefill_attention(self, *, scored: bool) -> tuple[float, float]:
@@ -384,17 +384,17 @@ class Rates:
     def layer_seconds(self) -> float:
         """Measure `ComputeRates.layer_seconds`: a layer with negligible matmuls and attention."""
         config, weights, step, x = self._small_layer()
-        operations = Operations(self._device.torch)
+        operations = Operations(self._device.torch_device)
         return self._timer.seconds(lambda: run_layer(config, weights, x, operations, attend=step))
 
     def captured_layer_seconds(self) -> float | None:
         """Measure `ComputeRates.captured_layer_seconds`; None where nothing is captured."""
-        if self._device.separate or self._dtype != torch.bfloat16 or ops.uses_reference("cpu"):
+        if self._device.is_gpu or self._dtype != torch.bfloat16 or ops.uses_reference("cpu"):
             return None
         config, weights, step, x = self._small_layer()
         calls = CapturedCalls()
-        run_layer(config, weights, x, CapturingOperations(Operations(self._device.torch), calls),
-                  attend=partial(step.capture, into=calls))
+        operations = CapturingOperations(Operations(self._device.torch_device), calls)
+        run_layer(config, weights, x, operations, attend=partial(step.capture, into=calls))
         return self._timer.seconds(calls.replay)
 
     def _small_layer(self) -> tuple[ModelConfig, dict[str, Tensor], DecodeStep, Tensor]:
@@ -409,7 +409,7 @@ class Rates:
         """Measure `ComputeRates.elementwise`: a layer without attention, minus its matmuls."""
         sizes = self.sizes
         config, weights = self._layer(sizes.hidden, max(1, sizes.hidden // sizes.head_dim))
-        operations = Operations(self._device.torch)
+        operations = Operations(self._device.torch_device)
         x, source = (self._random(sizes.layer_rows, sizes.hidden) for _ in range(2))
         beyond = self._timer.difference(
             lambda: run_layer(config, weights, x, operations, attend=lambda q, k, v: q),
@@ -430,7 +430,7 @@ class Rates:
         return config, {name: self._random(*spec.shape) * 0.02 for name, spec in specs.items()}
 
     def _random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, dtype=self._dtype, device=self._device.torch)
+        return torch.randn(shape, dtype=self._dtype, device=self._device.torch_device)
 
     def _num_copies(self, nbytes: int) -> int:
         """Return the number of copies of `nbytes` bytes that exceed the processor caches."""

@@ -68,7 +68,7 @@ class BufferRing(Generic[Key]):
     """Staging buffers that are used in turn, each for one key at a time.
 
     A buffer is reused when the compute and the jobs on it are done; its old key is dropped. An
-    exception of a job is raised where the job is waited for: in `get`, `take` and `settle`.
+    exception of a job is raised where the job is waited for: in `get`, `take` and `synchronize`.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class BufferRing(Generic[Key]):
             Jobs to wait for first.
         """
         buffer = self._next(key)
-        free = self._transfers.device.mark() if buffer.free is None else buffer.free
+        free = self._transfers.device.record_event() if buffer.free is None else buffer.free
         after, before = tuple(after), buffer.busy
         busy: list[Handle] = []
 
@@ -157,9 +157,9 @@ class BufferRing(Generic[Key]):
         """Release the buffer of a key, if it has one, after the compute that is queued so far."""
         buffer = self._buffers.pop(key, None)
         if buffer is not None:
-            buffer.free = self._transfers.device.mark()
+            buffer.free = self._transfers.device.record_event()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all jobs, and drop all keys."""
         self._buffers.clear()
         for buffer in self.buffers:

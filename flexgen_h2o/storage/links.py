@@ -130,7 +130,7 @@ def copy_rates(device: Device, *, nbytes: int = 256 << 20) -> tuple[float, float
     def rate(target: torch.Tensor, source: torch.Tensor) -> float:
         def copy() -> None:
             stream.copy(target, source)
-            stream.mark().synchronize()
+            stream.record_event().synchronize()
 
         return nbytes / _median_seconds(copy)
 
@@ -152,7 +152,7 @@ def memory_reader(nbytes: int, *, device: Device | None = None) -> Callable[[], 
 
     def read() -> None:
         data.sum()
-        device.mark().synchronize()
+        device.record_event().synchronize()
 
     return read
 
@@ -166,15 +166,15 @@ def gemm_rate(rows: int, dtype: torch.dtype, *, width: int = 2048, depth: int = 
     device = device or Device()
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device.torch).to(dtype)
+        return torch.randn(*shape, device=device.torch_device).to(dtype)
 
     weights, x = [random(depth, width) for _ in range(8)], random(rows, width)
-    out = torch.empty(rows, depth, dtype=dtype, device=device.torch)
+    out = torch.empty(rows, depth, dtype=dtype, device=device.torch_device)
 
     def multiply_all() -> None:
         for weight in weights:
             torch.mm(x, weight.t(), out=out)
-        device.mark().synchronize()
+        device.record_event().synchronize()
 
     return len(weights) * 2 * rows * width * depth / _median_seconds(multiply_all)
 
@@ -185,7 +185,7 @@ def best_gemm_rate(rows: int, dtype: torch.dtype, *, device: Device | None = Non
     CPUs without 16-bit matmul instructions are faster in float32.
     """
     device = device or Device()
-    if device.separate:
+    if device.is_gpu:
         return gemm_rate(rows, dtype, device=device)
     faster = max((dtype, torch.float32), key=lambda candidate: gemm_rate(
         256, candidate, width=1024, depth=1024, device=device))

@@ -1,6 +1,6 @@
 """Memory, streams and events of the compute device and the host.
 
-A `Device` hides whether compute memory is *separate* from host memory. Without a GPU it is not:
+A `Device` hides whether a GPU computes, whose memory is separate from host memory. Without one,
 nothing is copied between the tiers ``gpu`` and ``cpu``, streams work synchronously, and events are
 always complete.
 """
@@ -52,24 +52,24 @@ class Event:
     """A point in the work of a stream. On the host it is complete at once."""
 
     def synchronize(self) -> None:
-        """Wait on the host until the point is reached."""
+        """Wait on the host until the work before the event is done."""
 
 
 class CopyStream:
     """A queue of copies that overlap compute. On the host, copies are synchronous."""
 
-    def wait(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         """Order later work of this stream after an event."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue ``target.copy_(source)``; neither may be changed before it is done."""
         target.copy_(source)
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         """Return the point after all queued work."""
         return Event()
 
-    def stamp(self):
+    def record_timestamp(self):
         """Return a timestamp at this point of the queue, for `Device.seconds`."""
         return time.perf_counter()
 
@@ -79,17 +79,17 @@ class Device:
 
     Attributes
     ----------
-    separate : bool
-        True if compute memory is separate from host memory.
+    is_gpu : bool
+        True if a GPU computes: its memory is separate from host memory.
     zero_copy : bool
         True if kernels access page-locked host memory in place.
     """
 
-    separate = False
+    is_gpu = False
     zero_copy = False
 
     def __init__(self, name: str = "cpu"):
-        self.torch = torch.device(name)
+        self.torch_device = torch.device(name)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return uninitialized page-aligned compute memory: uint8 [nbytes, rounded up to pages].
@@ -135,24 +135,24 @@ class Device:
         """Return a new stream for copies."""
         return CopyStream()
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         """Return the point after all queued compute."""
         return Event()
 
-    def wait(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         """Order later compute after an event."""
 
-    def stamp(self):
+    def record_timestamp(self):
         """Return a timestamp in the queue of compute, for `seconds`."""
         return time.perf_counter()
 
-    def reached(self, stamp) -> bool:
-        """Return True if the point of a timestamp is reached."""
+    def is_done(self, timestamp) -> bool:
+        """Return True if the work before a timestamp is done."""
         return True
 
-    def seconds(self, stamp) -> float:
-        """Return a timestamp whose point is reached, in seconds of `time.perf_counter`."""
-        return stamp
+    def seconds(self, timestamp) -> float:
+        """Return a timestamp that `is_done`, in seconds of `time.perf_counter`."""
+        return timestamp
 
     def limit(self, nbytes: int | None) -> None:
         """Limit this process to some bytes of the device's memory; None: no limit.
@@ -230,7 +230,7 @@ class _CudaStream(CopyStream):
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
 
-    def wait(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         if isinstance(event, _CudaEvent):
             self.stream.wait_event(event.event)
 
@@ -241,27 +241,28 @@ class _CudaStream(CopyStream):
             if tensor.is_cuda:  # the allocator must not reuse its memory before the copy is done
                 tensor.record_stream(self.stream)
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         return _CudaEvent(self.stream)
 
-    def stamp(self):
+    def record_timestamp(self):
         return _CudaEvent(self.stream, timed=True)
 
 
 class CudaDevice(Device):
     """A GPU: separate memory, copies on separate streams, pinned host buffers."""
 
-    separate = True
+    is_gpu = True
     zero_copy = True
 
     def __init__(self, name: str = "cuda"):
         index = torch.device(name).index
-        self.torch = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        torch.cuda.set_device(self.torch)
+        self.torch_device = torch.device(
+            "cuda", torch.cuda.current_device() if index is None else index)
+        torch.cuda.set_device(self.torch_device)
         self.begin_run()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self.torch)
+        return torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self.torch_device)
 
     def _pin(self, tensor: torch.Tensor, pages: Pages, pinned: bool) -> None:
         # PyTorch's pinned allocator rounds up to a power of two, which nearly doubles a layer of
@@ -269,7 +270,7 @@ class CudaDevice(Device):
         if pinned:
             runtime, address = torch.cuda.cudart(), tensor.data_ptr()
             # A new thread would create a context on the first GPU.
-            with torch.cuda.device(self.torch):
+            with torch.cuda.device(self.torch_device):
                 status = runtime.cudaHostRegister(address, tensor.nbytes, 0)
             if int(status) != 0:
                 size, = format_bytes(tensor.nbytes)
@@ -278,52 +279,52 @@ class CudaDevice(Device):
             pages.on_free = partial(runtime.cudaHostUnregister, address)
 
     def stream(self) -> CopyStream:
-        return _CudaStream(self.torch)
+        return _CudaStream(self.torch_device)
 
-    def mark(self) -> Event:
-        return _CudaEvent(torch.cuda.current_stream(self.torch))
+    def record_event(self) -> Event:
+        return _CudaEvent(torch.cuda.current_stream(self.torch_device))
 
-    def wait(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         if isinstance(event, _CudaEvent):
-            torch.cuda.current_stream(self.torch).wait_event(event.event)
+            torch.cuda.current_stream(self.torch_device).wait_event(event.event)
 
-    def stamp(self):
-        return _CudaEvent(torch.cuda.current_stream(self.torch), timed=True)
+    def record_timestamp(self):
+        return _CudaEvent(torch.cuda.current_stream(self.torch_device), timed=True)
 
-    def reached(self, stamp) -> bool:
-        return stamp.event.query()
+    def is_done(self, timestamp) -> bool:
+        return timestamp.event.query()
 
-    def seconds(self, stamp) -> float:
-        return self._base_seconds + self._base.event.elapsed_time(stamp.event) / 1e3
+    def seconds(self, timestamp) -> float:
+        return self._base_seconds + self._base.event.elapsed_time(timestamp.event) / 1e3
 
     def limit(self, nbytes: int | None) -> None:
-        total = torch.cuda.mem_get_info(self.torch)[1]
+        total = torch.cuda.mem_get_info(self.torch_device)[1]
         share = 1.0 if nbytes is None else min(1.0, nbytes / total)
-        torch.cuda.set_per_process_memory_fraction(share, self.torch)
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch)
+        return torch.cuda.max_memory_allocated(self.torch_device)
 
     def used_bytes(self) -> int | None:
-        return torch.cuda.memory_allocated(self.torch)
+        return torch.cuda.memory_allocated(self.torch_device)
 
     def begin_run(self) -> None:
         # Event times are float32 milliseconds since the base: a recent base keeps them exact.
-        torch.cuda.synchronize(self.torch)
-        self._base = _CudaEvent(torch.cuda.current_stream(self.torch), timed=True)
+        torch.cuda.synchronize(self.torch_device)
+        self._base = _CudaEvent(torch.cuda.current_stream(self.torch_device), timed=True)
         self._base.synchronize()
         self._base_seconds = time.perf_counter()
-        torch.cuda.reset_peak_memory_stats(self.torch)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def free_bytes(self) -> int | None:
         torch.cuda.empty_cache()  # includes the memory that PyTorch caches
-        return torch.cuda.mem_get_info(self.torch)[0]
+        return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def total_bytes(self) -> int | None:
-        return torch.cuda.mem_get_info(self.torch)[1]
+        return torch.cuda.mem_get_info(self.torch_device)[1]
 
     def description(self) -> str:
-        return torch.cuda.get_device_name(self.torch)
+        return torch.cuda.get_device_name(self.torch_device)
 
 
 def open_device(name: str = "auto") -> Device:

@@ -71,13 +71,13 @@ class Lane:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, link: str) -> None:
         """Queue a copy on the stream, and record it for a link."""
-        began = self.stream.stamp()
+        began = self.stream.record_timestamp()
         self.stream.copy(target, source)
-        self._transfers.moved(link, target.nbytes, began, self.stream.stamp())
+        self._transfers.moved(link, target.nbytes, began, self.stream.record_timestamp())
 
     def flush(self) -> None:
         """Wait on the host until the queued copies are done."""
-        self.stream.mark().synchronize()
+        self.stream.record_event().synchronize()
 
     def submit(self, job: Callable[[Lane], None], after: Iterable[Handle | Event]) -> Handle:
         """Queue a job, whose copies start after `after`."""
@@ -85,11 +85,11 @@ class Lane:
 
         def run() -> Event:
             for item in before:
-                self.stream.wait(item.event() if isinstance(item, Handle) else item)
+                self.stream.wait_event(item.event() if isinstance(item, Handle) else item)
             # Inference mode is per thread, and buffers may have been allocated in it.
             with torch.inference_mode():
                 job(self)
-            return self.stream.mark()
+            return self.stream.record_event()
 
         return Handle(self._pool.submit(run))
 
@@ -160,10 +160,10 @@ class Transfers:
     def ready(self, handle: Handle) -> None:
         """Order compute after a job; the host waits only for the host's part (disk reads)."""
         with self.compute_span("wait", lane=WAITING):
-            self.device.wait(handle.event())
+            self.device.wait_event(handle.event())
 
     def moved(self, link: str, nbytes: int, began, ended) -> None:
-        """Record a copy between two timestamps that may not be reached yet."""
+        """Record a copy between two timestamps that may not be done yet."""
         self._pending.append((link, link, nbytes, began, ended))
 
     def compute_span(self, name: str, *, lane: str = COMPUTE) -> AbstractContextManager[None]:
@@ -172,19 +172,19 @@ class Transfers:
 
     @contextlib.contextmanager
     def _stamped(self, name: str, lane: str) -> Iterator[None]:
-        began = self.device.stamp()
+        began = self.device.record_timestamp()
         yield
-        self._pending.append((name, lane, None, began, self.device.stamp()))
+        self._pending.append((name, lane, None, began, self.device.record_timestamp()))
 
     def host_span(self, name: str, lane: str) -> AbstractContextManager[None]:
         """Return a context manager that records its body as a span of work on the host."""
         return self.trace.span(name, lane)
 
-    def settle(self) -> None:
-        """Record the copies and spans whose timestamps are reached; the others stay pending."""
+    def record_finished(self) -> None:
+        """Record the copies and spans whose timestamps are done; the others stay pending."""
         for _ in range(len(self._pending)):
             name, lane, nbytes, began, ended = entry = self._pending.popleft()
-            if not self.device.reached(ended):
+            if not self.device.is_done(ended):
                 self._pending.append(entry)
                 continue
             start, end = self.device.seconds(began), self.device.seconds(ended)
@@ -205,7 +205,7 @@ class Transfers:
             with contextlib.suppress(Exception):
                 lane.flush()
         with contextlib.suppress(Exception):  # zero-copy access to host memory
-            self.device.mark().synchronize()
+            self.device.record_event().synchronize()
         self._pending.clear()
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class LazyStream(CopyStream):
             self.done += 1
             work()
 
-    def wait(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         with _lock:
             self.queue.append(event.synchronize)
 
@@ -49,7 +49,7 @@ class LazyStream(CopyStream):
         with _lock:
             self.queue.append(lambda: target.copy_(source))
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         with _lock:
             return LazyEvent(self, len(self.queue))
 
@@ -57,7 +57,7 @@ class LazyStream(CopyStream):
 class LazyDevice(Device):
     """Separate memory, poisoned when allocated; compute itself runs at once."""
 
-    separate = True
+    is_gpu = True
     zero_copy = True
 
     def __init__(self):
@@ -72,7 +72,7 @@ class LazyDevice(Device):
     def stream(self) -> CopyStream:
         return LazyStream()
 
-    def wait(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         event.synchronize()
 
     def free_bytes(self) -> int | None:
@@ -94,11 +94,11 @@ class LazyComputeDevice(LazyDevice):
         with _lock:
             self.stream_of_compute.queue.append(work)
 
-    def mark(self) -> Event:
-        return self.stream_of_compute.mark()
+    def record_event(self) -> Event:
+        return self.stream_of_compute.record_event()
 
-    def wait(self, event: Event) -> None:
-        self.stream_of_compute.wait(event)
+    def wait_event(self, event: Event) -> None:
+        self.stream_of_compute.wait_event(event)
 
 
 class LazyPool:

@@ -242,7 +242,7 @@ def attend_with(monkeypatch, **weights) -> None:
     """Let the attention of every decoder layer find these beside its own weights, on its device."""
     def with_more(method):
         def wrapped(self, action, *rest):
-            held, here = self._weights, self._transfers.device.torch
+            held, here = self._weights, self._transfers.device.torch_device
             more = {name: weight.to(here) for name, weight in weights.items()}
             self._weights = SimpleNamespace(get=lambda layer: {**held.get(layer), **more})
             try:

@@ -231,18 +231,10 @@ def test_replicas_share_the_cpus_of_a_host():
     refused(lambda: asked.fitted([], 1), "place 0 replicas")
 
 
-def test_arguments_of_the_pool_for_versions_of_ray(monkeypatch):
+def test_arguments_of_the_replica_pool():
     found = clusters._replica_pool(ray, 3)
     assert found["compute"].max_size == 3 and found["max_restarts"] > 0
     assert clusters._replica_pool(ray, (1, 3))["compute"].min_size == 1
-
-    class Dataset:
-        def map_batches(self, fn, *, concurrency=None, **ray_remote_args):
-            """As versions had it that knew no strategy."""
-
-    monkeypatch.setattr(ray.data, "Dataset", Dataset)
-    assert clusters._replica_pool(ray, (1, 3))["concurrency"] == (1, 3)
-    assert clusters._replica_pool(ray, 2)["concurrency"] == 2
 
 
 @pytest.mark.parametrize(("more", "words"), [

@@ -62,6 +62,6 @@ def test_what_is_refused(tiny_model, options, words):
 
 
 def test_a_gpu_is_refused():
-    device = types.SimpleNamespace(torch=torch.device("cuda"))
+    device = types.SimpleNamespace(torch_device=torch.device("cuda"))
     with pytest.raises(UserError, match="works on a CPU only"):
         source.find_model("gpt2", path=None, dtype="auto", bits=4, activation_bits=8, device=device)

@@ -116,7 +116,7 @@ def test_pytorch_is_held_to_the_limit(monkeypatch, nbytes, share):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 16 * 10**9))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction",
                         lambda *arguments: seen.append(arguments))
-    CudaDevice.limit(types.SimpleNamespace(torch="cuda:1"), nbytes)
+    CudaDevice.limit(types.SimpleNamespace(torch_device="cuda:1"), nbytes)
     assert seen == [(share, "cuda:1")]
 
 
@@ -134,7 +134,8 @@ def test_memory_is_pinned_by_the_computing_gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", current)
-    CudaDevice._pin(types.SimpleNamespace(torch="cuda:1"), buffer, types.SimpleNamespace(), True)
+    device = types.SimpleNamespace(torch_device="cuda:1")
+    CudaDevice._pin(device, buffer, types.SimpleNamespace(), True)
     assert seen == ["cuda:1", buffer.data_ptr(), "the first again"]
 
 

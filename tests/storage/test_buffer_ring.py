@@ -69,7 +69,7 @@ class Engine:
                 self.ring.get(key)
 
     def wait_for_all(self, *, drop_errors: bool = False) -> None:
-        self.ring.reset() if drop_errors else self.ring.settle()
+        self.ring.reset() if drop_errors else self.ring.synchronize()
         self.live, self.unread, self.owners = {}, set(), [None] * len(self.owners)
 
     def meet(self, tensor: torch.Tensor, value: int) -> None:
@@ -148,7 +148,7 @@ def check_acts(engine: Engine, acts: list[tuple[str, int]]) -> None:
         engine.act(act, number)
     engine.wait_for_all()
     engine.transfers.drain()
-    engine.device.mark().synchronize()
+    engine.device.record_event().synchronize()
     assert all(found == [value] for found, value in engine.met), engine.met
     assert [store.host.unique().tolist() for store in engine.stores] == [
         [value] for value in engine.stored]
@@ -187,7 +187,7 @@ def test_errors_are_raised_at_the_wait():
         engine.compute(2)
         engine.wait_for_all()
 
-    for wait in (lambda ring: ring.get(1), lambda ring: ring.take(2), BufferRing.settle):
+    for wait in (lambda ring: ring.get(1), lambda ring: ring.take(2), BufferRing.synchronize):
         failing(wait)
 
 
