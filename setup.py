@@ -21,7 +21,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
-KERNELS = Path("flexgen_h2o", "kernels", "cpu")
+CPP_FOLDER = Path("flexgen_h2o", "kernels", "cpu")
 
 FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-Wall",
          "-Wextra", "-Werror",
@@ -88,7 +88,7 @@ class BuildKernels(build_ext):
         build = fingerprint(ext, jobs, described(compiler_command(self.compiler)))
         folder = Path(os.environ.get("FLEXGEN_H2O_OBJECTS") or self.build_temp, build)
         folder.mkdir(parents=True, exist_ok=True)
-        abi = runpy.run_path(str(KERNELS.parent / "abi.py"))
+        abi = runpy.run_path(str(CPP_FOLDER.parent / "abi.py"))
         (folder / "abi.h").write_text(abi["header"](), encoding="utf-8")
 
         def compiled(job: tuple[str, str, list[str]]) -> str:
@@ -107,7 +107,7 @@ class BuildKernels(build_ext):
 
         def dispatch(sets: tuple[str, ...]) -> str:
             mask = sum(1 << list(INSTRUCTION_SETS).index(name) for name in sets)
-            return compiled((str(KERNELS / "dispatch.cpp"), f"dispatch-{mask}",
+            return compiled((str(CPP_FOLDER / "dispatch.cpp"), f"dispatch-{mask}",
                              [*flags, f'-DH2O_BUILD="{build}"', f"-DH2O_SETS={mask}"]))
 
         def link(objects: list[str], path: str, *more: str) -> None:
@@ -203,9 +203,9 @@ def fingerprint(ext: Extension, jobs: list[tuple[str, str, list[str]]], compiler
 
 setup(
     ext_modules=[Extension("flexgen_h2o.kernels._cpu", optional=True,
-                           sources=sorted(map(str, KERNELS.glob("*.cpp"))),
-                           depends=[*sorted(map(str, KERNELS.glob("*.h"))),
-                                    str(KERNELS.parent / "abi.py"),
+                           sources=sorted(map(str, CPP_FOLDER.glob("*.cpp"))),
+                           depends=[*sorted(map(str, CPP_FOLDER.glob("*.h"))),
+                                    str(CPP_FOLDER.parent / "abi.py"),
                                     str(Path("flexgen_h2o", "config", "limits.py"))])],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
 )

@@ -21,9 +21,9 @@ from flexgen_h2o.config.validation import (
 )
 from flexgen_h2o.errors import UserError
 
-KERNELS = ("sum", "mean", "decay")
+FUSED_SCORES = ("sum", "mean", "decay")
 """Scores that the kernels compute."""
-BUILT_IN = (*KERNELS, "caote")
+BUILT_IN = (*FUSED_SCORES, "caote")
 
 _registered: dict[str, object] = {}
 

@@ -1,7 +1,7 @@
 """Sizes of blocks and buffers that several packages share: allocated by the engine, planned for.
 
-kernels/abi.py writes the constants of `KERNELS` into the header of the C++ kernels. The module
-imports nothing, because setup.py runs it by its path.
+kernels/abi.py writes the constants of `CPP_CONSTANTS` into the header of the C++ kernels. The
+module imports nothing, because setup.py runs it by its path.
 """
 
 ROW_BLOCK = 2048
@@ -135,8 +135,8 @@ MIN_TASKS = 64
 """Minimum number of tasks into which few heads are split, for any number of threads; each task has
 its own partial results."""
 
-KERNELS = ("EMPTY", "MATRIX_TILE", "MXFP4_GROUP", "MATMUL_ROWS", "MATMUL_OUTPUTS",
-           "MATMUL_DEPTH", "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "PART_SLOTS", "MIN_TASKS",
-           "INDEX_TILE", "MEAN_SHIFT", "EXPERT_ROUND", "TILED_ROWS", "TILED_OUTPUTS",
-           "TILED_INPUTS")
+CPP_CONSTANTS = ("EMPTY", "MATRIX_TILE", "MXFP4_GROUP", "MATMUL_ROWS", "MATMUL_OUTPUTS",
+                 "MATMUL_DEPTH", "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "PART_SLOTS",
+                 "MIN_TASKS", "INDEX_TILE", "MEAN_SHIFT", "EXPERT_ROUND", "TILED_ROWS",
+                 "TILED_OUTPUTS", "TILED_INPUTS")
 """Constants that the C++ kernels are compiled with."""

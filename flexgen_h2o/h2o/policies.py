@@ -98,7 +98,7 @@ class ScorePolicy:
     @property
     def in_kernels(self) -> bool:
         """True if the kernels implement it."""
-        return self.name in names.KERNELS
+        return self.name in names.FUSED_SCORES
 
     def scores(self, state: PolicyState, vectors: Sequence[torch.Tensor] | None = None
                ) -> torch.Tensor:

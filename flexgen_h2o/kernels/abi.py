@@ -16,28 +16,29 @@ from types import MappingProxyType
 
 STRUCTS = MappingProxyType({
     # GroupLayout of config/cache_layout.py; bits is 16 for plain vectors.
-    "Layout": "int64_t: bits groups group code_bytes nbytes",
+    "GroupLayout": "int64_t: bits groups group code_bytes nbytes",
     # MatrixLayout of config/weight_layout.py; group is 0 for MXFP4 and for 16 bits, and negative
     # for compact scales; activation_bits is 8 if matmuls quantize activations, else 16.
     "Matrix": "void*: data; int64_t: outputs inputs bits group activation_bits",
-    # arguments.VariantArguments: sinks [heads] and offsets [sequences, heads] or null; a scale of 0
-    # is 1 / sqrt(head_dim), a softcap or a window of 0 is none. Decode attention ignores the
-    # window, see DecodeAttention.
-    "Form": "const float*: sinks offsets; double: scale softcap; int64_t: window",
+    # arguments.VariantArguments: sink_logits [heads] and offsets [sequences, heads] or null; a
+    # scale of 0 is 1 / sqrt(head_dim), a softcap or a window of 0 is none. Decode attention ignores
+    # the window, see DecodeAttention.
+    "AttentionVariant": """const float*: sink_logits offsets; double: scale softcap;
+        int64_t: window""",
     # reference.attention.prefill_attention: q [rows, heads, head_dim], k and v [key_rows, kv_heads,
     # head_dim], out contiguous as q, scores [kv_heads, key_rows] or null.
     "PrefillAttention": """const void*: q k v; void*: out; float*: scores;
         const int64_t*: lengths key_lengths;
         int64_t: dtype sequences heads kv_heads head_dim
                  q_row q_head k_row k_head v_row v_head scores_head threads;
-        double: decay; Form: form""",
+        double: decay; AttentionVariant: variant""",
     # reference.attention.select_heavy_hitters: k and v [rows, kv_heads, head_dim], scores
     # [kv_heads, rows] or null, cuts [sequences, 3], slots as CacheLayout of config/cache_layout.py,
     # with values slots_kind elements after their keys; kept_scores, positions and ranks [sequences,
     # kv_heads, num_slots] are contiguous.
     "SelectHeavyHitters": """const void*: k v; const float*: scores; const int64_t*: cuts;
         void*: slots; float*: kept_scores; int32_t*: positions ranks;
-        Layout: key_layout value_layout;
+        GroupLayout: key_layout value_layout;
         int64_t: dtype sequences kv_heads head_dim num_slots
                  k_row k_head v_row v_head scores_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks threads""",
@@ -48,14 +49,15 @@ STRUCTS = MappingProxyType({
     # with ranks, or null.
     "DecodeAttention": """const void*: q k v; void*: out slots; const int32_t*: metadata;
         float*: scores; int32_t*: positions ranks; const float*: cos sin factor shift;
-        int64_t*: written_slots; Layout: key_layout value_layout;
+        int64_t*: written_slots; GroupLayout: key_layout value_layout;
         int64_t: dtype sequences heads kv_heads head_dim num_slots rope_rows half_rotary
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks window threads;
-        double: decay; Form: form""",
+        double: decay; AttentionVariant: variant""",
     # reference.recall.index_keys: keys [sequences, kv_heads, num_keys, width], index [sequences,
     # kv_heads, num_tiles, tile_bytes] in tiles of `IndexLayout`, spans [3, sequences] contiguous.
-    "IndexKeys": """const void*: keys; void*: index; const int32_t*: spans; Layout: layout;
+    "IndexKeys": """const void*: keys; void*: index; const int32_t*: spans;
+        GroupLayout: key_layout;
         int64_t: dtype sequences kv_heads head_dim bits groups num_keys num_tiles
                  keys_sequence keys_head keys_slot index_sequence index_head threads""",
     # reference.recall.select_keys: metadata [2, sequences], selected [sequences, kv_heads, top_k]
@@ -64,14 +66,14 @@ STRUCTS = MappingProxyType({
         int32_t*: selected log_weights;
         int64_t: dtype sequences heads kv_heads head_dim bits groups num_tiles top_k tokens
                  q_row q_head k_row k_head index_sequence index_head threads;
-        Form: form""",
+        AttentionVariant: variant""",
     # reference.recall.recall_attention: as DecodeAttention; selected as in SelectKeys.
     "RecallAttention": """const void*: q k v; void*: out slots; const int32_t*: selected metadata;
-        int64_t*: written_slots; Layout: key_layout value_layout;
+        int64_t*: written_slots; GroupLayout: key_layout value_layout;
         int64_t: dtype sequences heads kv_heads head_dim num_slots top_k
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot threads;
-        Form: form""",
+        AttentionVariant: variant""",
     # reference.recall.assign_slots: selected and slots [sequences, kv_heads, top_k], slot_of
     # and log_weights [heads, tokens] and token_of [heads, num_slots], of all heads of all
     # sequences; missing [3, heads * top_k], of which the first counts[0] of each row are written,
@@ -86,7 +88,7 @@ STRUCTS = MappingProxyType({
                  page_bytes num_slots read_buffer_bytes gap max_read_pages threads""",
     # reference.attention.quantize_groups and its inverse: x [rows, length] and packed [rows,
     # nbytes]; x is float32 if it is the output.
-    "Groups": """void*: x packed; Layout: layout;
+    "QuantizeGroups": """void*: x packed; GroupLayout: layout;
         int64_t: dtype rows length x_row packed_row threads""",
     # reference.attention.linear_skinny: x [rows, inputs], weight [outputs, inputs], bias [outputs]
     # or null, out [rows, outputs]; next: another matmul of the same x, or null.
@@ -112,11 +114,11 @@ STRUCTS = MappingProxyType({
     # or null; not centered: RMSNorm.
     "Norm": """const void*: x weight bias; void*: out;
         int64_t: dtype rows width x_row out_row centered threads; double: eps""",
-    # reference.layers.rotate: x [rows, heads, head_dim], cos and sin [rows, half] contiguous, null
-    # if half is 0; factor, shift and mean [kv_heads, head_dim] contiguous, the last two or all
-    # null; offsets [rows, heads] with mean.
+    # reference.layers.rotate: x [rows, heads, head_dim], cos and sin [rows, half_rotary]
+    # contiguous, null if half_rotary is 0; factor, shift and mean [kv_heads, head_dim] contiguous,
+    # the last two or all null; offsets [rows, heads] with mean.
     "Rotate": """void*: x; const float*: cos sin factor shift mean; float*: offsets;
-        int64_t: dtype rows heads kv_heads head_dim half x_row x_head threads""",
+        int64_t: dtype rows heads kv_heads head_dim half_rotary x_row x_head threads""",
     # reference.layers.activate: x [rows, width], factor like x or null; function by `ACTIVATIONS`.
     "Activate": """void*: x; const void*: factor;
         int64_t: dtype function rows width x_row factor_row threads""",
@@ -128,20 +130,20 @@ STRUCTS = MappingProxyType({
         const void*: conv log_decay step_bias; const int64_t*: sequences lengths;
         int64_t: dtype count key_heads value_heads key_dim value_dim kernel
                  mixed_row beta_row step_row states_row threads""",
-    # reference.layers.route: x [rows, hidden], router [count, hidden], bias [count] or null, ids
-    # and routing_weights [rows, per_token] contiguous.
+    # reference.layers.route: x [rows, hidden], router [num_experts, hidden], bias [num_experts] or
+    # null, ids and routing_weights [rows, per_token] contiguous.
     "Route": """const void*: x router bias; int64_t*: ids; float*: routing_weights;
-        int64_t: rows hidden count per_token x_row router_row normalize threads""",
+        int64_t: rows hidden num_experts per_token x_row router_row normalize threads""",
     # An expert's weights: of 16 bits, contiguous, or quantized; gate.data is null for a missing
     # expert. Biases [outputs] or null.
     "Expert": "Matrix: gate up down; const void*: gate_bias up_bias down_bias",
     # reference.layers.experts: x [rows, hidden], ids and routing_weights [rows, per_token]
-    # contiguous, experts [count], sums [rows, hidden]; experts with more than max_rows tokens are
-    # skipped; limit: 0 to use `function`.
+    # contiguous, experts [num_experts], sums [rows, hidden]; experts with more than max_rows tokens
+    # are skipped; limit: 0 to use `function`.
     "Experts": """const void*: x; const int64_t*: ids; const float*: routing_weights;
         float*: sums;
         const Expert*: experts;
-        int64_t: rows per_token count max_rows function x_row sums_row threads;
+        int64_t: rows per_token num_experts max_rows function x_row sums_row threads;
         double: slope limit""",
     # A captured call: the number of one of `OPERATIONS`, and its struct. And a list of calls.
     "CapturedCall": "int64_t: operation; const void*: arguments",
@@ -174,7 +176,7 @@ def fields(struct: str) -> list[tuple[str, str]]:
 def _sizes() -> dict[str, int]:
     """Return the sizes in config/limits.py that the C++ sources use, by name."""
     limits = runpy.run_path(str(Path(__file__).parents[1] / "config" / "limits.py"))
-    return {name: limits[name] for name in limits["KERNELS"]}
+    return {name: limits[name] for name in limits["CPP_CONSTANTS"]}
 
 
 SIZES = _sizes()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.h2o import KERNELS, H2OConfig
+from flexgen_h2o.config.h2o import FUSED_SCORES, H2OConfig
 from flexgen_h2o.h2o.budget import Budget, budget, num_cached, num_slots
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, eviction_of
 
@@ -164,7 +164,7 @@ size = st.one_of(
     st.fixed_dictionaries({"recent_tokens": st.integers(1, 8)}),
 )
 option = st.fixed_dictionaries({
-    "score": st.sampled_from(KERNELS), "decay": st.sampled_from([0.5, 0.98, 1.0]),
+    "score": st.sampled_from(FUSED_SCORES), "decay": st.sampled_from([0.5, 0.98, 1.0]),
     "sink_tokens": st.integers(0, 5), "evict_generated": st.sampled_from([True, True, False]),
 })
 

@@ -18,16 +18,16 @@ int main() {
     while (fread(size, 1, 3, stdin) == 3) {
         for (auto matrix : {a, b, c})
             if (fread(matrix, sizeof a, 1, stdin) != 1) return 1;
-        ISA::TileShapes shapes;
+        ISA::AmxTileShapes shapes;
         shapes.set(0, size[0], 4 * size[2]);
         shapes.set(3, size[0], 4 * size[1]);
         shapes.set(7, size[1], 4 * size[2]);
         {
-            ISA::Tiles tiles(shapes);
+            ISA::AmxTiles tiles(shapes);
             tiles.load<0>(c, 64);
             tiles.load<3>(a, 64);
             tiles.load<7>(b, 64);
-            tiles.add_product<0, 3, 7>();
+            tiles.add_matmul<0, 3, 7>();
             tiles.store<0>(c, 64);
         }
         fwrite(c, sizeof c, 1, stdout);

@@ -112,14 +112,14 @@ def test_library_of_one_isa_links(tmp_path):
     """A symbol of a set that was not built would keep the library from loading."""
     setup = packaging()
     (tmp_path / "abi.h").write_text(abi.header(), encoding="utf-8")
-    sources = [path.stem for path in (ROOT / setup["KERNELS"]).glob("*.cpp")]
+    sources = [path.stem for path in (ROOT / setup["CPP_FOLDER"]).glob("*.cpp")]
     names = [*setup["INSTRUCTION_SETS"]]
     assert names == [*cpu_library.SETS] or names == ["portable"]
     for name in names:
         sets = setup["with_fallbacks"]([name])
         mask, made = sum(1 << names.index(each) for each in sets), tmp_path / f"{name}.o"
         run("g++", *setup["FLAGS"], "-fPIC", f"-DH2O_SETS={mask}", '-DH2O_BUILD=""',
-            f"-I{tmp_path}", "-c", ROOT / setup["KERNELS"] / "dispatch.cpp", "-o", made)
+            f"-I{tmp_path}", "-c", ROOT / setup["CPP_FOLDER"] / "dispatch.cpp", "-o", made)
         undefined = re.findall(r"_ZN(\d+)(\w+)", run("nm", "--undefined-only", made))
         used = {text[:int(length)] for length, text in undefined}
         built = {each for each in sets if any(
@@ -136,7 +136,7 @@ def test_no_function_is_shared_between_instruction_sets(tmp_path):
     """
     made_by = packaging()
     (tmp_path / "abi.h").write_text(abi.header(), encoding="utf-8")
-    sources = [path for path in (ROOT / made_by["KERNELS"]).glob("*.cpp")
+    sources = [path for path in (ROOT / made_by["CPP_FOLDER"]).glob("*.cpp")
                if path.stem != "dispatch"]
 
     def shared(job) -> set[str]:
@@ -259,11 +259,11 @@ def calls(monkeypatch) -> list[Call]:
                     pointers.append((buffer, place, starts.index(start), pointer - start))
 
         if table := fields.get("experts"):
-            regions[table] = ctypes.sizeof(expert) * fields["count"], None
+            regions[table] = ctypes.sizeof(expert) * fields["num_experts"], None
         follow(-1, record, places(cpu_library.STRUCTS[kind]))
         if table:
             follow(starts.index(table), ctypes.string_at(table, regions[table][0]),
-                   [place for number in range(fields["count"])
+                   [place for number in range(fields["num_experts"])
                     for place in places(expert, ctypes.sizeof(expert) * number)])
         memory = [(start, regions[start][0]) for start in starts]
         before = [ctypes.string_at(*each) for each in memory]

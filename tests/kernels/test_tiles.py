@@ -22,7 +22,7 @@ def programs(tmp_path_factory):
     for isa in set(SETS) & {"amx", "amx_emulated"}:
         made[isa] = folder / isa
         subprocess.run(["g++", *packaging()["FLAGS"], *packaging()["INSTRUCTION_SETS"][isa],
-                        f"-DISA={isa}", f"-I{ROOT / packaging()['KERNELS']}",
+                        f"-DISA={isa}", f"-I{ROOT / packaging()['CPP_FOLDER']}",
                         ROOT / "tests/helpers/tile_products.cpp", "-o", made[isa]], check=True)
     return made or pytest.skip("needs a CPU with AVX2")
 

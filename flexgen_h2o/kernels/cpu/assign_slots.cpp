@@ -3,7 +3,7 @@
 // A task is one KV head of one sequence.
 #include "kernels.h"
 #include "memory.h"
-#include "order.h"
+#include "simd.h"
 
 namespace ISA {
 namespace {
@@ -31,20 +31,20 @@ Lowest lowest(const int32_t* keys, int64_t stride, int64_t count) {
 
 // Return the number of misses of a head and store their indices in `misses` [top_k]. Add the number
 // of hits to `hits`. `keys` has capacity for `stride` slots, a multiple of WIDTH.
-int64_t assign(const AssignSlots& a, int64_t head, int32_t* misses, int32_t* keys, int64_t stride,
+int64_t assign(const AssignSlots& args, int64_t head, int32_t* misses, int32_t* keys, int64_t stride,
                int64_t& hits) {
-    const int32_t first = a.first_recent[head / a.kv_heads];
-    const int32_t* selected = a.selected + head * a.top_k;
-    const int32_t* log_weights = a.log_weights + head * a.tokens;
-    int32_t *slots = a.slots + head * a.top_k, *slot_of = a.slot_of + head * a.tokens;
-    int32_t* token_of = a.token_of + head * a.num_slots;
+    const int32_t first = args.first_recent[head / args.kv_heads];
+    const int32_t* selected = args.selected + head * args.top_k;
+    const int32_t* log_weights = args.log_weights + head * args.tokens;
+    int32_t *slots = args.slots + head * args.top_k, *slot_of = args.slot_of + head * args.tokens;
+    int32_t* token_of = args.token_of + head * args.num_slots;
     int64_t count = 0;
-    for (int64_t i = 0; i < a.top_k; i++) {
+    for (int64_t i = 0; i < args.top_k; i++) {
         const int32_t token = selected[i];
         if (token < 0) {
             slots[i] = -1;
         } else if (token >= first) {
-            slots[i] = static_cast<int32_t>(a.num_slots + token % a.newest);
+            slots[i] = static_cast<int32_t>(args.num_slots + token % args.newest);
         } else if ((slots[i] = slot_of[token]) < 0) {
             misses[count++] = static_cast<int32_t>(i);
         } else {
@@ -52,11 +52,11 @@ int64_t assign(const AssignSlots& a, int64_t head, int32_t* misses, int32_t* key
         }
     }
     if (!count) return 0;
-    for (int64_t slot = 0; slot < a.num_slots; slot++)
+    for (int64_t slot = 0; slot < args.num_slots; slot++)
         keys[slot] = token_of[slot] < 0 ? 0 : log_weights[token_of[slot]];
-    for (int64_t slot = a.num_slots; slot < stride; slot++) keys[slot] = SELECTED;
-    for (int64_t i = 0; i < a.top_k; i++)
-        if (slots[i] >= 0 && slots[i] < a.num_slots) keys[slots[i]] = SELECTED;
+    for (int64_t slot = args.num_slots; slot < stride; slot++) keys[slot] = SELECTED;
+    for (int64_t i = 0; i < args.top_k; i++)
+        if (slots[i] >= 0 && slots[i] < args.num_slots) keys[slots[i]] = SELECTED;
     auto [limit, equal] = lowest(keys, stride, count);
     int64_t assigned = 0;
     for (int32_t slot = 0; assigned < count; slot++) {
@@ -71,45 +71,44 @@ int64_t assign(const AssignSlots& a, int64_t head, int32_t* misses, int32_t* key
 }
 
 // Return whether all selected tokens of a head are in the cache, and the slots suffice.
-bool valid(const AssignSlots& a, int64_t head) {
-    const int32_t* selected = a.selected + head * a.top_k;
+bool valid(const AssignSlots& args, int64_t head) {
+    const int32_t* selected = args.selected + head * args.top_k;
     int64_t others = 0;
-    for (int64_t i = 0; i < a.top_k; i++) {
-        if (selected[i] >= a.tokens) return false;
-        others += selected[i] >= 0 && selected[i] < a.first_recent[head / a.kv_heads];
+    for (int64_t i = 0; i < args.top_k; i++) {
+        if (selected[i] >= args.tokens) return false;
+        others += selected[i] >= 0 && selected[i] < args.first_recent[head / args.kv_heads];
     }
-    return others <= a.num_slots;
+    return others <= args.num_slots;
 }
 
 }  // namespace
 
-int assign_slots(const AssignSlots& a) {
-    const int64_t heads = a.sequences * a.kv_heads;
-    const Memory<int32_t> misses = memory<int32_t>(heads * a.top_k);
-    const Memory<int64_t> counts = memory<int64_t>(2 * heads);
-    const int64_t stride = (a.num_slots + WIDTH - 1) / WIDTH * WIDTH;
-    const Memory<int32_t> keys = memory<int32_t>(a.threads * stride);
+int assign_slots(const AssignSlots& args) {
+    const int64_t heads = args.sequences * args.kv_heads;
+    const Buffer<int32_t> misses = allocate<int32_t>(heads * args.top_k);
+    const Buffer<int64_t> counts = allocate<int64_t>(2 * heads);
+    const int64_t stride = round_up(args.num_slots, WIDTH);
+    const Buffer<int32_t> keys = allocate<int32_t>(args.threads * stride);
     if (!misses || !counts || !keys) return NO_MEMORY;
     int64_t invalid = 0;
-#pragma omp parallel for reduction(+ : invalid) num_threads(a.threads)
-    for (int64_t head = 0; head < heads; head++) invalid += !valid(a, head);
+#pragma omp parallel for reduction(+ : invalid) num_threads(args.threads)
+    for (int64_t head = 0; head < heads; head++) invalid += !valid(args, head);
     if (invalid) return INVALID;
-#pragma omp parallel for schedule(dynamic) num_threads(a.threads)
+#pragma omp parallel for schedule(dynamic) num_threads(args.threads)
     for (int64_t head = 0; head < heads; head++) {
         counts[2 * head + 1] = 0;
-        counts[2 * head] = assign(a, head, misses.get() + head * a.top_k,
-                                  keys.get() + thread_number() * stride, stride,
-                                  counts[2 * head + 1]);
+        counts[2 * head] = assign(args, head, misses.get() + head * args.top_k,
+                                  keys.get() + thread_index() * stride, stride, counts[2 * head + 1]);
     }
-    a.counts[0] = a.counts[1] = 0;
+    args.counts[0] = args.counts[1] = 0;
     for (int64_t head = 0; head < heads; head++) {
         for (int64_t i = 0; i < counts[2 * head]; i++) {
-            const int64_t at = head * a.top_k + misses[head * a.top_k + i], to = a.counts[0]++;
-            a.missing[to] = head;
-            a.missing[heads * a.top_k + to] = a.selected[at];
-            a.missing[2 * heads * a.top_k + to] = a.slots[at];
+            const int64_t at = head * args.top_k + misses[head * args.top_k + i], to = args.counts[0]++;
+            args.missing[to] = head;
+            args.missing[heads * args.top_k + to] = args.selected[at];
+            args.missing[2 * heads * args.top_k + to] = args.slots[at];
         }
-        a.counts[1] += counts[2 * head + 1];
+        args.counts[1] += counts[2 * head + 1];
     }
     return DONE;
 }

@@ -12,7 +12,9 @@
 namespace {
 
 // Instruction sets, in the order of SETS in kernels/cpu/library.py.
-enum Set : int { PORTABLE, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX, AMX_EMULATED };
+enum InstructionSet : int {
+    PORTABLE, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX, AMX_EMULATED
+};
 
 #if defined(__x86_64__)
 // Return whether this process may use AMX tiles. Linux allocates the register state on request, once
@@ -43,10 +45,10 @@ bool avx_vnni() {
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & FEATURE);
 }
 
-constexpr int bit(Set set) { return 1 << set; }
+constexpr int bit(InstructionSet set) { return 1 << set; }
 
 // Return a bit mask of the instruction sets that this CPU runs.
-int of_cpu() {
+int cpu_sets() {
     __builtin_cpu_init();
     int sets = bit(PORTABLE);
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
@@ -86,32 +88,32 @@ int of_cpu() {
     TRY(AMX_EMULATED, bit(AMX_EMULATED), amx_emulated::function(__VA_ARGS__)) \
     CALL_VNNI(function, __VA_ARGS__)
 // The same for kernels with tile matmuls or bfloat16 pair matmuls.
-#define CALL_TILES(function, ...)                                           \
+#define CALL_AMX(function, ...)                                           \
     TRY(AMX, bit(AMX), amx::function(__VA_ARGS__))                          \
     TRY(AMX_EMULATED, bit(AMX_EMULATED), amx_emulated::function(__VA_ARGS__)) \
     CALL(function, __VA_ARGS__)
 #define CALL_PAIRS(function, ...)                                             \
     TRY(AVX512_BF16, bit(AVX512_BF16), avx512bf16::function(__VA_ARGS__))     \
-    CALL_TILES(function, __VA_ARGS__)
+    CALL_AMX(function, __VA_ARGS__)
 
 // Return the instruction set for a dtype. Tiles and pairs support only bfloat16.
-int of_dtype(int isa, int64_t dtype) {
+int set_for_dtype(int isa, int64_t dtype) {
     if (dtype == BFLOAT16) return isa;
     if (isa == AVX512_BF16 || isa == AMX) return AVX512_VNNI;
     return isa == AMX_EMULATED ? AVX2 : isa;
 }
 #else
-int of_cpu() { return 1 << PORTABLE; }
+int cpu_sets() { return 1 << PORTABLE; }
 
 #define CALL(function, ...) \
     (void)isa;              \
     return portable::function(__VA_ARGS__);
 #define CALL_VNNI CALL
 #define CALL_INT8 CALL
-#define CALL_TILES CALL
+#define CALL_AMX CALL
 #define CALL_PAIRS CALL
 
-int of_dtype(int isa, int64_t) { return isa; }
+int set_for_dtype(int isa, int64_t) { return isa; }
 #endif
 
 }  // namespace
@@ -122,8 +124,8 @@ extern "C" {
 
 // Return bit masks of instruction sets: those that this CPU runs, those that were built, and both.
 EXPORT int h2o_isa_cpu() {
-    static const int cpu_sets = of_cpu();  // CPUID takes microseconds on a VM
-    return cpu_sets;
+    static const int sets = cpu_sets();  // CPUID takes microseconds on a VM
+    return sets;
 }
 EXPORT int h2o_isa_built() { return H2O_SETS; }
 EXPORT int h2o_isa_available() { return h2o_isa_cpu() & H2O_SETS; }
@@ -132,48 +134,48 @@ EXPORT int h2o_isa_available() { return h2o_isa_cpu() & H2O_SETS; }
 EXPORT const char* h2o_abi() { return H2O_ABI; }
 EXPORT const char* h2o_build() { return H2O_BUILD " " __VERSION__; }
 
-EXPORT int h2o_prefill_attention(int isa, const PrefillAttention* a) {
-    isa = of_dtype(isa, a->dtype);
-    CALL_PAIRS(prefill_attention, *a)
+EXPORT int h2o_prefill_attention(int isa, const PrefillAttention* args) {
+    isa = set_for_dtype(isa, args->dtype);
+    CALL_PAIRS(prefill_attention, *args)
 }
-EXPORT int h2o_select_heavy_hitters(int isa, const SelectHeavyHitters* a) {
-    CALL(select_heavy_hitters, *a)
+EXPORT int h2o_select_heavy_hitters(int isa, const SelectHeavyHitters* args) {
+    CALL(select_heavy_hitters, *args)
 }
-EXPORT int h2o_decode_attention(int isa, const DecodeAttention* a) {
-    isa = of_dtype(isa, a->dtype);
-    CALL_TILES(decode_attention, *a)
+EXPORT int h2o_decode_attention(int isa, const DecodeAttention* args) {
+    isa = set_for_dtype(isa, args->dtype);
+    CALL_AMX(decode_attention, *args)
 }
-EXPORT int h2o_index_keys(int isa, const IndexKeys* a) { CALL(index_keys, *a) }
-EXPORT int h2o_select_keys(int isa, const SelectKeys* a) { CALL_VNNI(select_keys, *a) }
-EXPORT int h2o_recall_attention(int isa, const RecallAttention* a) { CALL(recall_attention, *a) }
-EXPORT int h2o_assign_slots(int isa, const AssignSlots* a) { CALL(assign_slots, *a) }
-EXPORT int h2o_fetch_tokens(int isa, const FetchTokens* a) { CALL(fetch_tokens, *a) }
-EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, *a) }
-EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, *a) }
-EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_PAIRS(linear_skinny, *a) }
-EXPORT int h2o_linear_tiled(int isa, const Linear* a) { CALL_PAIRS(linear_tiled, *a) }
-EXPORT int h2o_linear_float32(int isa, const Linear* a) { CALL(linear_float32, *a) }
-EXPORT int h2o_linear_quantized(int isa, const QuantizedLinear* a) {
-    isa = of_dtype(isa, a->dtype);
-    if (a->matrix.activation_bits == 8) { CALL_INT8(linear_int8, *a) }
-    CALL_PAIRS(linear_quantized, *a)
+EXPORT int h2o_index_keys(int isa, const IndexKeys* args) { CALL(index_keys, *args) }
+EXPORT int h2o_select_keys(int isa, const SelectKeys* args) { CALL_VNNI(select_keys, *args) }
+EXPORT int h2o_recall_attention(int isa, const RecallAttention* args) { CALL(recall_attention, *args) }
+EXPORT int h2o_assign_slots(int isa, const AssignSlots* args) { CALL(assign_slots, *args) }
+EXPORT int h2o_fetch_tokens(int isa, const FetchTokens* args) { CALL(fetch_tokens, *args) }
+EXPORT int h2o_quantize_groups(int isa, const QuantizeGroups* args) { CALL(quantize_groups, *args) }
+EXPORT int h2o_dequantize_groups(int isa, const QuantizeGroups* args) { CALL(dequantize_groups, *args) }
+EXPORT int h2o_linear_skinny(int isa, const Linear* args) { CALL_PAIRS(linear_skinny, *args) }
+EXPORT int h2o_linear_tiled(int isa, const Linear* args) { CALL_PAIRS(linear_tiled, *args) }
+EXPORT int h2o_linear_float32(int isa, const Linear* args) { CALL(linear_float32, *args) }
+EXPORT int h2o_linear_quantized(int isa, const QuantizedLinear* args) {
+    isa = set_for_dtype(isa, args->dtype);
+    if (args->matrix.activation_bits == 8) { CALL_INT8(linear_int8, *args) }
+    CALL_PAIRS(linear_quantized, *args)
 }
-EXPORT int h2o_experts(int isa, const Experts* a) { CALL(experts, isa, *a) }
-EXPORT int h2o_route(int isa, const Route* a) { CALL(route, *a) }
-EXPORT int h2o_unpack_rows(int isa, const UnpackRows* a) { CALL(unpack_rows, *a) }
-EXPORT int h2o_quantize_matrix(int isa, const QuantizeMatrix* a) { CALL(quantize_matrix, *a) }
-EXPORT int h2o_repack(int isa, const Repack* a) { CALL(repack, *a) }
-EXPORT int h2o_norm(int isa, const Norm* a) { CALL(norm, *a) }
-EXPORT int h2o_rotate(int isa, const Rotate* a) { CALL(rotate, *a) }
-EXPORT int h2o_activate(int isa, const Activate* a) { CALL(activate, *a) }
-EXPORT int h2o_gated_delta_net(int isa, const GatedDeltaNet* a) { CALL(gated_delta_net, *a) }
+EXPORT int h2o_experts(int isa, const Experts* args) { CALL(experts, isa, *args) }
+EXPORT int h2o_route(int isa, const Route* args) { CALL(route, *args) }
+EXPORT int h2o_unpack_rows(int isa, const UnpackRows* args) { CALL(unpack_rows, *args) }
+EXPORT int h2o_quantize_matrix(int isa, const QuantizeMatrix* args) { CALL(quantize_matrix, *args) }
+EXPORT int h2o_repack(int isa, const Repack* args) { CALL(repack, *args) }
+EXPORT int h2o_norm(int isa, const Norm* args) { CALL(norm, *args) }
+EXPORT int h2o_rotate(int isa, const Rotate* args) { CALL(rotate, *args) }
+EXPORT int h2o_activate(int isa, const Activate* args) { CALL(activate, *args) }
+EXPORT int h2o_gated_delta_net(int isa, const GatedDeltaNet* args) { CALL(gated_delta_net, *args) }
 
 // Run operations in order and stop at the first error. Results of earlier operations remain.
-EXPORT int h2o_replay(int isa, const Replay* a) {
+EXPORT int h2o_replay(int isa, const Replay* args) {
 #define RUN(operation, function, type) \
     case operation: status = function(isa, static_cast<const type*>(call.arguments)); break;
-    for (int64_t i = 0; i < a->count; i++) {
-        const CapturedCall& call = a->calls[i];
+    for (int64_t i = 0; i < args->count; i++) {
+        const CapturedCall& call = args->calls[i];
         int status = INVALID;
         switch (call.operation) {
             RUN(NORM, h2o_norm, Norm)

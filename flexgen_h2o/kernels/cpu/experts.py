@@ -136,7 +136,7 @@ def route(x: Tensor, router: Tensor, bias: Tensor | None = None, *, per_token: i
     cpu_library.call(name, "Route", x=x.data_ptr(), router=router.data_ptr(),
                      bias=None if bias is None else bias.data_ptr(), ids=ids.data_ptr(),
                      routing_weights=routing_weights.data_ptr(), rows=len(x), hidden=x.shape[1],
-                     count=len(router), per_token=per_token, x_row=x.stride(0),
+                     num_experts=len(router), per_token=per_token, x_row=x.stride(0),
                      router_row=router.stride(0), normalize=normalize)
     return ids, routing_weights
 
@@ -161,6 +161,6 @@ def experts(x: Tensor, ids: Tensor, routing_weights: Tensor, table: ExpertTable,
     cpu_library.call(name, "Experts", x=x.data_ptr(), ids=ids.data_ptr(),
                      routing_weights=routing_weights.data_ptr(), sums=sums.data_ptr(),
                      experts=ctypes.addressof(table.structs), rows=len(x),
-                     per_token=ids.shape[1], count=len(table), max_rows=max_rows,
+                     per_token=ids.shape[1], num_experts=len(table), max_rows=max_rows,
                      function=0 if limit else abi.ACTIVATIONS.index(function), x_row=x.stride(0),
                      sums_row=sums.stride(0), slope=slope, limit=limit)

@@ -69,7 +69,7 @@ inline void bounds(const T* x, int64_t count, float& low, float& high) {
 
 // Quantize one vector to its KV entry. `quantized` is scratch of layout.groups * layout.group bytes.
 template <class T>
-inline void quantize_row(const T* x, uint8_t* entry, const Layout& layout, uint8_t* quantized) {
+inline void quantize_row(const T* x, uint8_t* entry, const GroupLayout& layout, uint8_t* quantized) {
     const float levels = layout.bits == 8 ? 255.0f : 15.0f;
     const int64_t length = layout.groups * layout.group;
     uint8_t* to = layout.bits == 8 ? entry : quantized;
@@ -104,28 +104,28 @@ inline void quantize_row(const T* x, uint8_t* entry, const Layout& layout, uint8
 
 // Return the offset of a cache slot in elements of its keys (kind 0) or values (kind 1). A is the
 // argument struct of an operation and has `slots`.
-template <class A>
-INLINE int64_t slot_start(const A& a, int64_t kind, int64_t sequence, int64_t head, int64_t slot) {
-    return kind * a.slots_kind + sequence * a.slots_sequence + head * a.slots_head +
-           slot * a.slots_slot;
+template <class Args>
+INLINE int64_t slot_start(const Args& args, int64_t kind, int64_t sequence, int64_t head, int64_t slot) {
+    return kind * args.slots_kind + sequence * args.slots_sequence + head * args.slots_head +
+           slot * args.slots_slot;
 }
 
 // Return the layout of the keys (kind 0) or values (kind 1) of a slot.
-template <class A>
-INLINE const Layout& layout_of(const A& a, int64_t kind) {
-    return kind == 0 ? a.key_layout : a.value_layout;
+template <class Args>
+INLINE const GroupLayout& layout_of(const Args& args, int64_t kind) {
+    return kind == 0 ? args.key_layout : args.value_layout;
 }
 
 // Write one vector to the slot at `start`. `quantized` is scratch as in `quantize_row`. It is not
 // inlined, because inlining slows down the loops of the callers.
-template <class T, class A>
-NOINLINE void write_slot(const A& a, const Layout& layout, int64_t start, const T* x,
+template <class T, class Args>
+NOINLINE void write_slot(const Args& args, const GroupLayout& layout, int64_t start, const T* x,
                          uint8_t* quantized) {
     if (layout.bits == 16)
-        std::memcpy(static_cast<T*>(a.slots) + start, x,
-                    static_cast<size_t>(a.head_dim) * sizeof(T));
+        std::memcpy(static_cast<T*>(args.slots) + start, x,
+                    static_cast<size_t>(args.head_dim) * sizeof(T));
     else
-        quantize_row(x, static_cast<uint8_t*>(a.slots) + start, layout, quantized);
+        quantize_row(x, static_cast<uint8_t*>(args.slots) + start, layout, quantized);
 }
 
 INLINE float half_at(const uint8_t* from) {
@@ -151,7 +151,7 @@ INLINE Floats code(Ints bytes) {
 }
 
 template <Part part>
-INLINE void stretch(const uint8_t* bytes, float* x, int64_t count, float scale, float zero) {
+INLINE void dequantize_span(const uint8_t* bytes, float* x, int64_t count, float scale, float zero) {
     int64_t i = 0;
     for (; i + WIDTH <= count; i += WIDTH)
         store(x + i, zero + scale * code<part>(widen(bytes + i)));
@@ -162,21 +162,22 @@ INLINE void stretch(const uint8_t* bytes, float* x, int64_t count, float scale, 
 }
 
 // Dequantize one KV entry to a vector of floats.
-inline void dequantize_row(const uint8_t* entry, float* x, const Layout& layout) {
+inline void dequantize_row(const uint8_t* entry, float* x, const GroupLayout& layout) {
     const int64_t half = layout.groups * layout.group / 2;
     for (int64_t g = 0; g < layout.groups; g++) {
         const uint8_t* scales = entry + layout.code_bytes + 2 * g;
         const float scale = half_at(scales), zero = half_at(scales + 2 * layout.groups);
         const int64_t start = g * layout.group, end = start + layout.group;
         if (layout.bits == 8) {
-            stretch<WHOLE>(entry + start, x + start, layout.group, scale, zero);
+            dequantize_span<WHOLE>(entry + start, x + start, layout.group, scale, zero);
             continue;
         }
         const int64_t low_end = end < half ? end : half, high_start = start > half ? start : half;
-        if (start < low_end) stretch<LOW>(entry + start, x + start, low_end - start, scale, zero);
+        if (start < low_end)
+            dequantize_span<LOW>(entry + start, x + start, low_end - start, scale, zero);
         if (high_start < end)
-            stretch<HIGH>(entry + high_start - half, x + high_start, end - high_start, scale,
-                          zero);
+            dequantize_span<HIGH>(entry + high_start - half, x + high_start, end - high_start, scale,
+                                  zero);
     }
 }
 

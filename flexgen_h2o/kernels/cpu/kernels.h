@@ -1,5 +1,6 @@
-// Declarations that all sources share. kernels/abi.py generates and documents the structs of the C ABI.
-// config/limits.py defines the size limits. Strides count elements. The last dimension is contiguous.
+// Declarations that all sources share. kernels/abi.py generates and documents the structs of the C
+// ABI. config/limits.py defines the size limits. Strides count elements. The last dimension is
+// contiguous.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +12,16 @@ enum DType : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 // Return codes. After any code but DONE, no output has been written.
 enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
 
-// Dispatch a function template on the dtype of the arguments `a`. Instruction sets that are compiled
-// only for bfloat16 matmuls receive no other dtype (dispatch.cpp).
+// Dispatch a function template on the dtype of the arguments `args`. Instruction sets that are
+// compiled only for bfloat16 matmuls receive no other dtype (dispatch.cpp).
 #if defined(__AVX512BF16__) || defined(H2O_EMULATE)
-#define BY_DTYPE(function) return function<bf16>(a);
+#define BY_DTYPE(function) return function<bf16>(args);
 #else
 #define BY_DTYPE(function)                       \
-    switch (a.dtype) {                           \
-        case BFLOAT16: return function<bf16>(a); \
-        case FLOAT16: return function<fp16>(a);  \
-        default: return function<float>(a);      \
+    switch (args.dtype) {                           \
+        case BFLOAT16: return function<bf16>(args); \
+        case FLOAT16: return function<fp16>(args);  \
+        default: return function<float>(args);      \
     }
 #endif
 
@@ -43,8 +44,8 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
     int linear_int8(const QuantizedLinear&);             \
     int experts(int isa, const Experts&);                \
     int route(const Route&);                             \
-    int quantize_groups(const Groups&);                  \
-    int dequantize_groups(const Groups&);                \
+    int quantize_groups(const QuantizeGroups&);                  \
+    int dequantize_groups(const QuantizeGroups&);                \
     int quantize_matrix(const QuantizeMatrix&);          \
     int unpack_rows(const UnpackRows&);                  \
     int repack(const Repack&);                           \

@@ -7,22 +7,23 @@
 
 namespace ISA {
 
-constexpr int64_t BLOCKS_AHEAD = 8;  // prefetch distance in blocks of a tile
+constexpr int64_t PREFETCH_BLOCKS = 8;  // prefetch distance in blocks of a tile
 
 // The blocks of a matrix: their addresses and formats.
-struct Blocks {
+struct MatrixBlocks {
     const uint8_t* data;
     int64_t bits, group, groups, words, block_bytes;
 
-    explicit Blocks(const Matrix& m)
-        : data(static_cast<const uint8_t*>(m.data)), bits(m.bits),
-          group(m.group < 0 ? -m.group : m.group ? m.group : MXFP4_GROUP),
+    explicit MatrixBlocks(const Matrix& m)
+        : data(static_cast<const uint8_t*>(m.data)), bits(m.bits), group(m.group < 0 ? -m.group
+                                                                         : m.group   ? m.group
+                                                                                     : MXFP4_GROUP),
           groups((m.inputs + group - 1) / group), words(group * m.bits / 32),
-          block_bytes(MATRIX_TILE * (head_bytes(m) + 4 * words)) {}
+          block_bytes(MATRIX_TILE * (scale_bytes(m) + 4 * words)) {}
 
     // Return the bytes per output before its quantized values. A negative group means the compact
     // format, and 0 means MXFP4.
-    static int64_t head_bytes(const Matrix& m) {
+    static int64_t scale_bytes(const Matrix& m) {
         return m.group == 0 || m.bits == 12 ? 1 : m.group < 0 ? 2 : 4;
     }
 
@@ -32,7 +33,7 @@ struct Blocks {
 
     // Return the block `by` blocks ahead, if `tiles` tiles are computed together. Past the end of a
     // tile, continue in the tiles after them.
-    const uint8_t* later(int64_t tile, int64_t g, int64_t tiles, int64_t by) const {
+    const uint8_t* block_ahead(int64_t tile, int64_t g, int64_t tiles, int64_t by) const {
         const int64_t ahead = g + by;
         return ahead < groups ? at(tile, ahead) : at(tile + tiles, ahead - groups);
     }
@@ -46,8 +47,8 @@ struct Unit {
     static constexpr int unit_words = WORDS, unit_inputs = INPUTS;
 };
 
-// Quantized values of BITS bits that do not cross words. Input 2 * t + side of a word has the bits from
-// 16 * side + BITS * t on.
+// Quantized values of BITS bits that do not cross words. Input 2 * t + side of a word has the bits
+// from 16 * side + BITS * t on.
 template <int BITS>
 struct Codes : Unit<1, 32 / BITS> {
     static constexpr int bits = BITS;
@@ -116,7 +117,7 @@ struct CompactAffine : Codes<BITS> {
 
     static INLINE const uint8_t* words(const uint8_t* block) { return block + 2 * MATRIX_TILE; }
 
-    static INLINE Floats scale_of(Ints code) { return bits_of<Floats>((code + LOWEST) << MANTISSA); }
+    static INLINE Floats scale_of(Ints code) { return bit_cast<Floats>((code + LOWEST) << MANTISSA); }
     static INLINE Floats scales(const uint8_t* block, int64_t lane) {
         return scale_of(widen(block + lane));
     }
@@ -126,7 +127,7 @@ struct CompactAffine : Codes<BITS> {
     }
 
     static float scale(const uint8_t* block, int64_t lane) {
-        return bits_of<float>((block[lane] + LOWEST) << MANTISSA);
+        return bit_cast<float>((block[lane] + LOWEST) << MANTISSA);
     }
     static float zero(const uint8_t* block, int64_t lane) {
         return scale(block, lane) * (static_cast<float>(block[MATRIX_TILE + lane]) * -STEP);
@@ -134,8 +135,8 @@ struct CompactAffine : Codes<BITS> {
     static float number(uint32_t code) { return static_cast<float>(code); }
 };
 
-// MXFP4 elements: a power of two times an FP4 (E2M1) number. The table holds doubled numbers, which are
-// integers, so the scale is halved.
+// MXFP4 elements: a power of two times an FP4 (E2M1) number. The table holds doubled numbers, which
+// are integers, so the scale is halved.
 struct Mxfp4 : Codes<4> {
     static constexpr int8_t DOUBLED[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                            0, -1, -2, -3, -4, -6, -8, -12};
@@ -145,13 +146,13 @@ struct Mxfp4 : Codes<4> {
     // 2^(exponent - 127) / 2. The smallest is a denormal.
     static INLINE Floats scales(const uint8_t* block, int64_t lane) {
         const Ints exponents = widen(block + lane);
-        return bits_of<Floats>(exponents << 23 | ((exponents == 0) & 1 << 22)) * 0.5f;
+        return bit_cast<Floats>(exponents << 23 | ((exponents == 0) & 1 << 22)) * 0.5f;
     }
     static INLINE Floats zeros(const uint8_t*, int64_t) { return Floats{}; }
 
     static float scale(const uint8_t* block, int64_t lane) {
         const uint32_t exponent = block[lane];
-        return bits_of<float>(exponent ? exponent << 23 : 1u << 22) * 0.5f;
+        return bit_cast<float>(exponent ? exponent << 23 : 1u << 22) * 0.5f;
     }
     static float zero(const uint8_t*, int64_t) { return 0.0f; }
     static float number(uint32_t code) { return DOUBLED[code]; }
@@ -159,11 +160,11 @@ struct Mxfp4 : Codes<4> {
 
 // bfloat16 with four bits of exponent, relative to the largest exponent of the group. A code keeps the
 // sign bit and the mantissa of a bfloat16. Bits 7 to 10 hold the exponent, and 15 means the largest
-// one. A code of only a sign is 0. Eight inputs are packed in three words: the codes of the first three
-// pairs stay in place, and the gaps hold four bits each of the fourth pair.
+// one. A code of only a sign is 0. Eight inputs are packed in three words: the codes of the first
+// three pairs stay in place, and the gaps hold four bits each of the fourth pair.
 struct Float12 : Unit<3, 8> {
     static constexpr int bits = 12;
-    static constexpr uint32_t SIGN = 0x80008000, SIZE = 0x07ff07ff, PLACES = SIGN | SIZE;
+    static constexpr uint32_t SIGN = 0x80008000, MAGNITUDE = 0x07ff07ff, PAIR_MASK = SIGN | MAGNITUDE;
     // 2^-15, the value of exponent code 0, in each half of a word.
     static constexpr uint32_t LOWEST = 0x38003800;
 
@@ -171,19 +172,19 @@ struct Float12 : Unit<3, 8> {
 
     // 2^(exponent - 127) of the largest element, or 0 if all elements are 0.
     static INLINE Floats scales(const uint8_t* block, int64_t lane) {
-        return bits_of<Floats>(widen(block + lane) << 23);
+        return bit_cast<Floats>(widen(block + lane) << 23);
     }
     static INLINE Floats zeros(const uint8_t*, int64_t) { return Floats{}; }
 
     static float scale(const uint8_t* block, int64_t lane) {
-        return bits_of<float>(static_cast<uint32_t>(block[lane]) << 23);
+        return bit_cast<float>(static_cast<uint32_t>(block[lane]) << 23);
     }
     static float zero(const uint8_t*, int64_t) { return 0.0f; }
 
     // Return the codes of a pair of inputs, in the halves of words.
     template <class W>
     static INLINE W pair(const W* words, int pair) {
-        if (pair < 3) return words[pair] & PLACES;
+        if (pair < 3) return words[pair] & PAIR_MASK;
         return (words[0] >> 4 & 0x07800780) | (words[1] >> 7 & 0x00700070) |
                (words[2] >> 11 & 0x000f000f) | (words[1] << 1 & SIGN);
     }
@@ -199,7 +200,7 @@ struct Float12 : Unit<3, 8> {
         return pair(words, static_cast<int>(i / 2)) >> 16 * (i % 2) & 0xffff;
     }
     static float number(uint32_t code) {
-        return code & SIZE ? bits_of<float>((code | (LOWEST & 0xffff)) << 16) : 0.0f;
+        return code & MAGNITUDE ? bit_cast<float>((code | (LOWEST & 0xffff)) << 16) : 0.0f;
     }
 };
 

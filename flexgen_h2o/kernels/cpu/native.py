@@ -60,8 +60,8 @@ def integers(values: Sequence[int]) -> ctypes.Array:
 def group_struct(layout: GroupLayout | None, width: int) -> ctypes.Structure:
     """Return the struct of quantized groups; without a layout, of plain vectors [width]."""
     if layout is None:
-        return STRUCTS["Layout"](16, 0, 0, 0, width)
-    return STRUCTS["Layout"](layout.bits, layout.groups, layout.group, layout.code_bytes,
+        return STRUCTS["GroupLayout"](16, 0, 0, 0, width)
+    return STRUCTS["GroupLayout"](layout.bits, layout.groups, layout.group, layout.code_bytes,
                              layout.nbytes)
 
 
@@ -78,8 +78,9 @@ def strides(k: Tensor, v: Tensor) -> dict[str, Any]:
 
 def variant_struct(variant: VariantArguments) -> ctypes.Structure:
     """Return the struct of a variant. The caller keeps the sinks and offsets."""
-    return STRUCTS["Form"](address(variant.sink_logits), address(variant.offsets), variant.scale,
-                           variant.softcap, variant.window)
+    return STRUCTS["AttentionVariant"](
+        address(variant.sink_logits), address(variant.offsets), variant.scale, variant.softcap,
+        variant.window)
 
 
 def slot_fields(slots: Tensor, layout: CacheLayout | None) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
          dtype=DTYPES[dtype], sequences=len(lengths), heads=q.shape[1], kv_heads=k.shape[1],
          head_dim=q.shape[2], q_row=q.stride(0), q_head=q.stride(1), **strides(k, v),
          scores_head=0 if scores is None else scores.stride(0), decay=decay,
-         form=variant_struct(variant))
+         variant=variant_struct(variant))
     return out
 
 
@@ -202,7 +203,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
          num_slots=state[2], rope_rows=rope[0], half_rotary=rope[1],
          q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_fields(slots, layout),
          mean=eviction.mean, sinks=eviction.sinks, window=eviction.window,
-         decay=eviction.decay, form=variant_struct(variant))
+         decay=eviction.decay, variant=variant_struct(variant))
     return out, written_slots
 
 
@@ -228,7 +229,7 @@ def dequantize_groups(packed: Tensor, layout: GroupLayout) -> Tensor:
 
 
 def _groups(name: str, x: Tensor, packed: Tensor, layout: GroupLayout) -> None:
-    call(name, "Groups", x=x.data_ptr(), packed=packed.data_ptr(),
+    call(name, "QuantizeGroups", x=x.data_ptr(), packed=packed.data_ptr(),
          layout=group_struct(layout, layout.nbytes), dtype=DTYPES[x.dtype],
          rows=len(x), length=layout.length, x_row=x.stride(0), packed_row=packed.stride(0))
 
@@ -405,7 +406,7 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChang
          x=x.data_ptr(), cos=address(cos), sin=address(sin), factor=address(factor),
          shift=address(shift), mean=address(mean), offsets=address(offsets),
          dtype=DTYPES[dtype], rows=len(x), heads=x.shape[1], kv_heads=kv_heads,
-         head_dim=x.shape[2], half=half, x_row=x.stride(0), x_head=x.stride(1))
+         head_dim=x.shape[2], half_rotary=half, x_row=x.stride(0), x_head=x.stride(1))
 
 
 def activate(x: Tensor, function: str, factor: Tensor | None = None, *,

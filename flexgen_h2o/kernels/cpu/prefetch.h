@@ -25,8 +25,8 @@ INLINE bool prefers_non_temporal() { return false; }
 // Target cache of a prefetch, if any.
 enum CacheLevel { NO_CACHE, NON_TEMPORAL, L2, L1 };
 
-// A function that only prefetches has to be INLINE. Otherwise GCC treats it as free of side effects and
-// drops the calls.
+// A function that only prefetches has to be INLINE. Otherwise GCC treats it as free of side effects
+// and drops the calls.
 INLINE void prefetch(const void* line, CacheLevel to) {
     if (to == L2)
         __builtin_prefetch(line, 0, 2);

@@ -1,4 +1,5 @@
-// quantize_matrix: quantize weights to blocks of values, scales and zero points. Outputs are the lanes.
+// quantize_matrix: quantize weights to blocks of values, scales and zero points. Outputs are the
+// lanes.
 #include "matrix.h"
 #include "memory.h"
 
@@ -6,7 +7,7 @@ namespace ISA {
 
 namespace {
 
-constexpr int STEPS = 10;        // candidate scales of the search
+constexpr int SEARCH_STEPS = 10;  // candidate scales of the search
 constexpr int REFINEMENTS = 4;  // least-squares refinements of the best fit
 constexpr float MIN_VARIANCE = 1e-3f;  // minimum variance of quantized values for a fit, times count^2
 
@@ -26,7 +27,7 @@ struct Fit {
     Floats scale, zero;
 };
 
-using Small = CompactAffine<4>;
+using Compact = CompactAffine<4>;
 
 INLINE Floats min(Floats a, Floats b) { return a < b ? a : b; }
 
@@ -43,19 +44,19 @@ INLINE Floats as_half(Floats x) {
 
 // Return the code of a compact scale, rounded up or down.
 INLINE Ints scale_code(Floats scale, bool up) {
-    const Ints bits = bits_of<Ints>(scale);
-    const int rest = (1 << Small::MANTISSA) - 1;
-    const Ints code = ((bits + (up ? rest : 0)) >> Small::MANTISSA) - Small::LOWEST;
+    const Ints bits = bit_cast<Ints>(scale);
+    const int rest = (1 << Compact::MANTISSA) - 1;
+    const Ints code = ((bits + (up ? rest : 0)) >> Compact::MANTISSA) - Compact::LOWEST;
     return code < 0 ? Ints{} : code > 255 ? Ints{} + 255 : code;
 }
 INLINE Floats zero_code(const Fit& fit) {
-    const Floats steps = rounded(-fit.zero / fit.scale * (1.0f / Small::STEP));
+    const Floats steps = rounded(-fit.zero / fit.scale * (1.0f / Compact::STEP));
     return min(max(steps, Floats{}), broadcast(255.0f));
 }
 // Return a compact scale, rounded up or down, and the nearest zero point for it.
 INLINE Fit as_compact(const Fit& fit, bool up) {
-    Fit to{Small::scale_of(scale_code(fit.scale, up)), fit.zero};
-    to.zero = to.scale * (zero_code(to) * -Small::STEP);
+    Fit to{Compact::scale_of(scale_code(fit.scale, up)), fit.zero};
+    to.zero = to.scale * (zero_code(to) * -Compact::STEP);
     return to;
 }
 
@@ -78,7 +79,7 @@ INLINE Floats error_of(const Group& g, const Fit& fit) {
 }
 
 // Fit the range of the values, as quantize_row in groups.h does. A compact zero point is at most 0.
-INLINE Fit spanning(Floats low, Floats high, const Group& g) {
+INLINE Fit fit_range(Floats low, Floats high, const Group& g) {
     Fit fit;
     if (g.compact) {
         fit.zero = min(low, Floats{});
@@ -95,12 +96,12 @@ INLINE Fit spanning(Floats low, Floats high, const Group& g) {
 // The best fit per lane, and its error.
 struct Best {
     Fit fit;
-    Floats least{};
+    Floats least_error{};
 
     INLINE void keep(const Group& g, const Fit& other, Ints possible) {
         const Floats error = error_of(g, other);
-        const Ints better = possible & (error < least);
-        least = better ? error : least;
+        const Ints better = possible & (error < least_error);
+        least_error = better ? error : least_error;
         fit.scale = better ? other.scale : fit.scale;
         fit.zero = better ? other.zero : fit.zero;
     }
@@ -112,23 +113,24 @@ INLINE void refit(const Group& g, Floats low, Floats wide, Best& best) {
     Floats codes{}, squares{}, products{}, values{};
     for (int64_t i = 0; i < g.size; i++) {
         const Floats x = g.at(i), code = code_of((x - low) * wide, g.levels);
-        const Floats weighed = g.weight(i) * code;
-        codes += weighed;
-        squares = fma(weighed, code, squares);
-        products = fma(weighed, x, products);
+        const Floats weighted_code = g.weight(i) * code;
+        codes += weighted_code;
+        squares = fma(weighted_code, code, squares);
+        products = fma(weighted_code, x, products);
         values = fma(g.weight(i), x, values);
     }
-    const Floats count = broadcast(static_cast<float>(g.size)), least = broadcast(MIN_VARIANCE);
-    const Floats apart = count * squares - codes * codes;
-    const Floats scale = (count * products - codes * values) / max(apart, least);
+    const Floats count = broadcast(static_cast<float>(g.size)), min_variance = broadcast(MIN_VARIANCE);
+    const Floats variance = count * squares - codes * codes;
+    const Floats scale = (count * products - codes * values) / max(variance, min_variance);
     const auto keep = [&](Floats rounded_scale) ALWAYS_INLINE {
         Fit fit{rounded_scale, (values - rounded_scale * codes) / count};
-        fit.zero = g.compact ? fit.scale * (zero_code(fit) * -Small::STEP) : as_half(clamped(fit.zero));
-        best.keep(g, fit, apart > least);
+        fit.zero =
+            g.compact ? fit.scale * (zero_code(fit) * -Compact::STEP) : as_half(clamped(fit.zero));
+        best.keep(g, fit, variance > min_variance);
     };
     if (g.compact) {
-        keep(Small::scale_of(scale_code(max(scale, Floats{}), false)));
-        keep(Small::scale_of(scale_code(max(scale, Floats{}), true)));
+        keep(Compact::scale_of(scale_code(max(scale, Floats{}), false)));
+        keep(Compact::scale_of(scale_code(max(scale, Floats{}), true)));
     } else {
         keep(as_half(min(max(scale, Floats{}), broadcast(HALF_MAX))));
     }
@@ -136,13 +138,13 @@ INLINE void refit(const Group& g, Floats low, Floats wide, Best& best) {
 
 // Compute the error weights of a search: the importance of an input times the sum of the element's
 // magnitude and the root mean square. The sum keeps small elements relevant.
-INLINE void weigh(const Group& g, const float* shares, float* to) {
+INLINE void compute_error_weights(const Group& g, const float* shares, float* to) {
     Floats squares{}, all{};
     for (int64_t i = 0; i < g.size; i++) squares = fma(g.at(i), g.at(i), squares);
-    Floats least{};
-    for (int i = 0; i < WIDTH; i++) least[i] = __builtin_sqrtf(squares[i] / static_cast<float>(g.size));
+    Floats rms{};
+    for (int i = 0; i < WIDTH; i++) rms[i] = __builtin_sqrtf(squares[i] / static_cast<float>(g.size));
     for (int64_t i = 0; i < g.size; i++) {
-        const Floats weight = broadcast(shares[i]) * (least + max(g.at(i), -g.at(i)));
+        const Floats weight = broadcast(shares[i]) * (rms + max(g.at(i), -g.at(i)));
         store(to + i * WIDTH, weight);
         all += weight;
     }
@@ -153,10 +155,10 @@ INLINE void weigh(const Group& g, const float* shares, float* to) {
     }
 }
 
-INLINE Fit searched(const Group& g, Floats low, Floats high, const Fit& spanned) {
+INLINE Fit search_fit(const Group& g, Floats low, Floats high, const Fit& spanned) {
     Best best{spanned, error_of(g, spanned)};
     const Floats width = max(high - low, broadcast(TINY));
-    for (int step = 0; step < STEPS; step++)
+    for (int step = 0; step < SEARCH_STEPS; step++)
         refit(g, low, broadcast(g.levels - 1.0f + 0.2f * static_cast<float>(step)) / width, best);
     for (int i = 0; i < REFINEMENTS; i++)
         refit(g, best.fit.zero, 1.0f / step_of(best.fit), best);
@@ -164,7 +166,7 @@ INLINE Fit searched(const Group& g, Floats low, Floats high, const Fit& spanned)
 }
 
 // Store the scales and zero points of WIDTH outputs from `lane` on.
-INLINE void put_head(const Group& g, const Fit& fit, uint8_t* block, int64_t lane) {
+INLINE void store_scales(const Group& g, const Fit& fit, uint8_t* block, int64_t lane) {
     if (g.compact) {
         const Ints scales = scale_code(fit.scale, false);
         const Ints zeros = __builtin_convertvector(zero_code(fit), Ints);
@@ -182,16 +184,16 @@ INLINE void put_head(const Group& g, const Fit& fit, uint8_t* block, int64_t lan
 }
 
 // Quantize WIDTH outputs of a block from `lane` on. x holds their values.
-INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t* block,
+INLINE void quantize_lanes(const Group& g, const MatrixBlocks& m, bool search, uint8_t* block,
                            int64_t lane) {
     Floats low = broadcast(HALF_MAX), high = broadcast(-HALF_MAX);
     for (int64_t i = 0; i < g.size; i++) {
         low = min(g.at(i), low);
         high = max(g.at(i), high);
     }
-    Fit fit = spanning(low, high, g);
-    if (search) fit = searched(g, low, high, fit);
-    put_head(g, fit, block, lane);
+    Fit fit = fit_range(low, high, g);
+    if (search) fit = search_fit(g, low, high, fit);
+    store_scales(g, fit, block, lane);
     uint8_t* const words = block + m.block_bytes - 4 * MATRIX_TILE * m.words;
     const Floats step = step_of(fit);
     const int64_t width = m.bits == 4 ? 4 : 8, per_word = 32 / width;
@@ -221,17 +223,17 @@ INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t
 
 // Round to the nearest finite bfloat16, in the lower halves of words. NaN becomes 0.
 INLINE Words as_bfloat16(Floats x) {
-    constexpr uint32_t LARGEST = 0x7f7f;
-    Words bits = bits_of<Words>(x == x ? x : Floats{});
+    constexpr uint32_t MAX_BF16 = 0x7f7f;
+    Words bits = bit_cast<Words>(x == x ? x : Floats{});
     const Words sign = bits >> 16 & 0x8000;
     bits &= 0x7fffffff;
     const Words size = (bits + (bits >> 16 & 1) + 0x7fff) >> 16;
-    return sign | (size > LARGEST ? Words{} + LARGEST : size);
+    return sign | (size > MAX_BF16 ? Words{} + MAX_BF16 : size);
 }
 
 // Return the `Float12` codes of bfloat16 values in the lower halves of words, relative to the largest
 // exponent.
-INLINE Words code_by(Words x, Words exponent) {
+INLINE Words float12_codes(Words x, Words exponent) {
     const Ints size = Ints(x & 0x7fff), code = size - ((Ints(exponent) - 15) << 7);
     // Round to 0 if that is nearer than the smallest number. Denormals also become 0.
     const Ints there = (code > -127) & (size > 127);
@@ -239,7 +241,7 @@ INLINE Words code_by(Words x, Words exponent) {
 }
 
 // Encode WIDTH outputs of a block as `Float12`.
-INLINE void encode_lanes(const Group& g, const Blocks& m, uint8_t* block, int64_t lane) {
+INLINE void encode_lanes(const Group& g, const MatrixBlocks& m, uint8_t* block, int64_t lane) {
     Words largest{};
     for (int64_t i = 0; i < g.size; i++) {
         const Words size = as_bfloat16(g.at(i)) & 0x7fff;
@@ -252,7 +254,7 @@ INLINE void encode_lanes(const Group& g, const Blocks& m, uint8_t* block, int64_
         for (int64_t i = 0; i < Float12::unit_inputs; i++) {
             const int64_t input = unit * Float12::unit_inputs + i;
             if (input < g.size)
-                pairs[i / 2] |= code_by(as_bfloat16(g.at(input)), exponent) << (i % 2 ? 16 : 0);
+                pairs[i / 2] |= float12_codes(as_bfloat16(g.at(input)), exponent) << (i % 2 ? 16 : 0);
         }
         Float12::join(pairs, words);
         for (int n = 0; n < Float12::unit_words; n++)
@@ -265,14 +267,14 @@ INLINE void encode_lanes(const Group& g, const Blocks& m, uint8_t* block, int64_
 // Gather values of WIDTH outputs from `output` on to [size, WIDTH]. Missing outputs are zeros, which
 // quantize to zeros. WHOLE keeps values beyond the float16 range.
 template <bool WHOLE, class T>
-INLINE void gather(const QuantizeMatrix& a, int64_t output, int64_t input, int64_t size, float* to) {
-    const T* x = static_cast<const T*>(a.weight) + output * a.weight_row + input;
+INLINE void gather(const QuantizeMatrix& args, int64_t output, int64_t input, int64_t size, float* to) {
+    const T* x = static_cast<const T*>(args.weight) + output * args.weight_row + input;
     int64_t k = 0;
 #if defined(__AVX512F__)
-    for (; k + WIDTH <= size && output + WIDTH <= a.matrix.outputs; k += WIDTH) {
+    for (; k + WIDTH <= size && output + WIDTH <= args.matrix.outputs; k += WIDTH) {
         Floats square[WIDTH];
         for (int64_t i = 0; i < WIDTH; i++) {
-            square[i] = load(x + i * a.weight_row + k);
+            square[i] = load(x + i * args.weight_row + k);
             if (!WHOLE) square[i] = clamped(square[i]);
         }
         transpose(square);
@@ -281,60 +283,61 @@ INLINE void gather(const QuantizeMatrix& a, int64_t output, int64_t input, int64
 #endif
     for (; k < size; k++)
         for (int64_t i = 0; i < WIDTH; i++)
-            to[k * WIDTH + i] = output + i >= a.matrix.outputs ? 0.0f
-                                : WHOLE ? load_one(x + i * a.weight_row + k)
-                                        : clamped_one(x + i * a.weight_row + k);
+            to[k * WIDTH + i] = output + i >= args.matrix.outputs ? 0.0f
+                                : WHOLE ? load_one(x + i * args.weight_row + k)
+                                        : clamped_one(x + i * args.weight_row + k);
 }
 
 // Compute the importance of a group's inputs from `input` on, normalized to mean 1. Without importance
 // data all are equal.
-INLINE void importance_of(const QuantizeMatrix& a, int64_t input, int64_t size, float* to) {
+INLINE void importance_of(const QuantizeMatrix& args, int64_t input, int64_t size, float* to) {
     float all = 0;
-    for (int64_t i = 0; a.importance && i < size; i++) all += a.importance[input + i];
+    for (int64_t i = 0; args.importance && i < size; i++) all += args.importance[input + i];
     for (int64_t i = 0; i < size; i++)
-        to[i] = all > 0 ? a.importance[input + i] / (all / static_cast<float>(size)) : 1.0f;
+        to[i] = all > 0 ? args.importance[input + i] / (all / static_cast<float>(size)) : 1.0f;
 }
 
 template <class T>
-void quantize_block(const QuantizeMatrix& a, const Blocks& m, int64_t tile, int64_t g, float* values) {
-    uint8_t* block = static_cast<uint8_t*>(a.matrix.data) + (tile * m.groups + g) * m.block_bytes;
-    const int64_t left = a.matrix.inputs - g * m.group, size = left < m.group ? left : m.group;
+void quantize_block(const QuantizeMatrix& args, const MatrixBlocks& m, int64_t tile, int64_t g,
+                    float* values) {
+    uint8_t* block = static_cast<uint8_t*>(args.matrix.data) + (tile * m.groups + g) * m.block_bytes;
+    const int64_t left = args.matrix.inputs - g * m.group, size = left < m.group ? left : m.group;
     float *const weights = values + m.group * WIDTH, *const shares = weights + m.group * WIDTH;
-    importance_of(a, g * m.group, size, shares);
+    importance_of(args, g * m.group, size, shares);
     for (int64_t lane = 0; lane < MATRIX_TILE; lane += WIDTH) {
         const int64_t output = tile * MATRIX_TILE + lane;
         if (m.bits == Float12::bits) {
-            gather<true, T>(a, output, g * m.group, size, values);
+            gather<true, T>(args, output, g * m.group, size, values);
             encode_lanes({values, weights, size, 0.0f, false}, m, block, lane);
             continue;
         }
-        gather<false, T>(a, output, g * m.group, size, values);
-        for (int64_t i = 0; a.matrix.group < 0 && i < size * WIDTH; i += WIDTH)
-            store(values + i, min(max(load(values + i), -Small::max_magnitude()),
-                                  Small::max_magnitude()));
+        gather<false, T>(args, output, g * m.group, size, values);
+        for (int64_t i = 0; args.matrix.group < 0 && i < size * WIDTH; i += WIDTH)
+            store(values + i,
+                  min(max(load(values + i), -Compact::max_magnitude()), Compact::max_magnitude()));
         const float levels = static_cast<float>((1 << m.bits) - 1);
-        const Group group{values, weights, size, levels, a.matrix.group < 0};
-        if (a.search) weigh(group, shares, weights);
-        quantize_lanes(group, m, a.search, block, lane);
+        const Group group{values, weights, size, levels, args.matrix.group < 0};
+        if (args.search) compute_error_weights(group, shares, weights);
+        quantize_lanes(group, m, args.search, block, lane);
     }
 }
 
 template <class T>
-int quantize(const QuantizeMatrix& a) {
-    const Blocks m(a.matrix);
+int quantize(const QuantizeMatrix& args) {
+    const MatrixBlocks m(args.matrix);
     const int64_t size = m.group * (2 * WIDTH + 1);
-    const Memory<float> values = memory<float>(a.threads * size);
+    const Buffer<float> values = allocate<float>(args.threads * size);
     if (!values) return NO_MEMORY;
-    const int64_t tiles = tiles_of(a.matrix);
-#pragma omp parallel for schedule(static) num_threads(a.threads)
+    const int64_t tiles = tiles_of(args.matrix);
+#pragma omp parallel for schedule(static) num_threads(args.threads)
     for (int64_t tile = 0; tile < tiles; tile++)
         for (int64_t g = 0; g < m.groups; g++)
-            quantize_block<T>(a, m, tile, g, values.get() + thread_number() * size);
+            quantize_block<T>(args, m, tile, g, values.get() + thread_index() * size);
     return DONE;
 }
 
 }  // namespace
 
-int quantize_matrix(const QuantizeMatrix& a) { BY_DTYPE(quantize) }
+int quantize_matrix(const QuantizeMatrix& args) { BY_DTYPE(quantize) }
 
 }  // namespace ISA

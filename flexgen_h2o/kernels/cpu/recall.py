@@ -61,7 +61,7 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
     sequence, head, slot, _ = keys.stride()
     call(name, "IndexKeys", capture=capture, tensors=(keys, index, spans),
          keys=keys.data_ptr(), index=index.data_ptr(), spans=spans.data_ptr(),
-         layout=group_struct(key_layout, keys.shape[-1]),
+         key_layout=group_struct(key_layout, keys.shape[-1]),
          dtype=DTYPES.get(keys.dtype, 0), sequences=sequences, kv_heads=keys.shape[1],
          num_keys=keys.shape[2], keys_sequence=sequence, keys_head=head, keys_slot=slot,
          **_index_fields(name, index, layout, keys.shape[:2]))
@@ -101,7 +101,7 @@ def select_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
          selected=selected.data_ptr(), log_weights=address(log_weights), dtype=DTYPES[dtype],
          sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], top_k=top_k, tokens=tokens,
          q_row=q.stride(0), q_head=q.stride(1),
-         k_row=k.stride(0), k_head=k.stride(1), form=variant_struct(variant),
+         k_row=k.stride(0), k_head=k.stride(1), variant=variant_struct(variant),
          **_index_fields(name, index, layout, (sequences, k.shape[1])))
     return selected
 
@@ -138,7 +138,7 @@ def recall_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected
          heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], num_slots=slots.shape[3],
          top_k=selected.shape[-1],
          q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_fields(slots, layout),
-         form=variant_struct(variant))
+         variant=variant_struct(variant))
     return out, written_slots
 
 

@@ -9,8 +9,8 @@
 namespace ISA {
 namespace {
 
-// Split bytes into BITS-bit values. Each run of RUN bytes holds RUN values in its lowest bits, then RUN
-// values in the next bits.
+// Split bytes into BITS-bit values. Each run of RUN bytes holds RUN values in its lowest bits, then
+// RUN values in the next bits.
 template <int BITS, int RUN>
 INLINE void split(const uint8_t* from, int bytes, uint8_t* to) {
     for (int run = 0; run < bytes; run += RUN)
@@ -214,7 +214,7 @@ INLINE bool finite(const uint16_t* halves) {
 
 // Store the scales and zero points of a group of `rows` rows. Return false if one is not finite.
 template <class T>
-INLINE bool put_head(const float* scales, const float* zeros, int64_t rows, uint8_t* block) {
+INLINE bool store_scales(const float* scales, const float* zeros, int64_t rows, uint8_t* block) {
     if (std::is_same_v<T, Mxfp4Block>) {
         bool all = true;
         for (int i = 0; i < MATRIX_TILE; i++) {
@@ -225,32 +225,33 @@ INLINE bool put_head(const float* scales, const float* zeros, int64_t rows, uint
     }
     fp16* const halves = reinterpret_cast<fp16*>(block);
     for (int i = 0; i < MATRIX_TILE; i += WIDTH) {
-        put_all(halves + i, load(scales + i));
+        store(halves + i, load(scales + i));
         const Floats zero = T::middle < 0 ? load(zeros + i)
                                           : broadcast(static_cast<float>(-T::middle)) * load(halves + i);
-        put_all(halves + MATRIX_TILE + i, zero);
+        store(halves + MATRIX_TILE + i, zero);
     }
     for (int64_t i = rows; i < MATRIX_TILE; i++) halves[MATRIX_TILE + i] = {0};  // +0, not -0
     return finite(&halves->bits) && finite(&halves[MATRIX_TILE].bits);
 }
 
 template <class T>
-bool repack_tile(const Repack& a, const Blocks& m, int64_t tile) {
-    // Process several short blocks together, so that one vector instruction packs words of all of them.
+bool repack_tile(const Repack& args, const MatrixBlocks& m, int64_t tile) {
+    // Process several short blocks together, so that one vector instruction packs words of all of
+    // them.
     constexpr int RUN = 256 / T::elements, GROUPS = RUN * T::groups;
     constexpr int WORDS = 256 * T::bits / 32, EACH = WORDS / GROUPS;
     alignas(64) uint8_t codes[256] = {};
     alignas(64) float scales[GROUPS * MATRIX_TILE] = {}, zeros[GROUPS * MATRIX_TILE] = {};
     alignas(64) uint32_t words[MATRIX_TILE][WORDS] = {};
-    const int64_t first = tile * MATRIX_TILE, left = a.matrix.outputs - first;
+    const int64_t first = tile * MATRIX_TILE, left = args.matrix.outputs - first;
     const int64_t rows = left < MATRIX_TILE ? left : MATRIX_TILE;
-    const int64_t blocks = a.matrix.inputs / T::elements;
+    const int64_t blocks = args.matrix.inputs / T::elements;
     bool all = true;
     for (int64_t start = 0; start < blocks; start += RUN) {
         const int64_t run = blocks - start < RUN ? blocks - start : RUN;
         for (int64_t lane = 0; lane < rows; lane++) {
-            const int64_t row = a.rows ? a.rows[first + lane] : first + lane;
-            const uint8_t* from = static_cast<const uint8_t*>(a.blocks) + row * a.row_bytes;
+            const int64_t row = args.rows ? args.rows[first + lane] : first + lane;
+            const uint8_t* from = static_cast<const uint8_t*>(args.blocks) + row * args.row_bytes;
             for (int64_t b = 0; b < run; b++) {
                 const int64_t head = b * T::groups * MATRIX_TILE + lane;
                 T::decode(from + (start + b) * T::bytes,
@@ -259,9 +260,9 @@ bool repack_tile(const Repack& a, const Blocks& m, int64_t tile) {
             join<T::bits>(codes, 256, words[lane]);
         }
         for (int64_t g = 0; g < run * T::groups; g++) {
-            uint8_t* block = static_cast<uint8_t*>(a.matrix.data) +
+            uint8_t* block = static_cast<uint8_t*>(args.matrix.data) +
                              (tile * m.groups + start * T::groups + g) * m.block_bytes;
-            all &= put_head<T>(scales + g * MATRIX_TILE, zeros + g * MATRIX_TILE, rows, block);
+            all &= store_scales<T>(scales + g * MATRIX_TILE, zeros + g * MATRIX_TILE, rows, block);
             uint8_t* to = block + m.block_bytes - 4 * MATRIX_TILE * EACH;
             for (int64_t n = 0; n < EACH; n++) {
                 uint32_t lanes[MATRIX_TILE];
@@ -275,34 +276,34 @@ bool repack_tile(const Repack& a, const Blocks& m, int64_t tile) {
 }
 
 template <class T>
-int repacked(const Repack& a) {
-    const Blocks m(a.matrix);
+int repack_tiles(const Repack& args) {
+    const MatrixBlocks m(args.matrix);
     if (m.bits != T::bits || m.group != T::group) return INVALID;
     int64_t non_finite = 0;
-#pragma omp parallel for schedule(static) num_threads(a.threads) reduction(+ : non_finite)
-    for (int64_t tile = 0; tile < tiles_of(a.matrix); tile++)
-        if (!repack_tile<T>(a, m, tile)) non_finite++;
-    *a.non_finite = non_finite;
+#pragma omp parallel for schedule(static) num_threads(args.threads) reduction(+ : non_finite)
+    for (int64_t tile = 0; tile < tiles_of(args.matrix); tile++)
+        if (!repack_tile<T>(args, m, tile)) non_finite++;
+    *args.non_finite = non_finite;
     return DONE;
 }
 
 }  // namespace
 
-int repack(const Repack& a) {
-    switch (a.ggml_type) {  // GGUF type ids, see config/weight_layout.py
-        case 2: return repacked<Q4_0>(a);
-        case 3: return repacked<Q4_1>(a);
-        case 6: return repacked<Q5_0>(a);
-        case 7: return repacked<Q5_1>(a);
-        case 8: return repacked<Q8_0>(a);
-        case 10: return repacked<Q2_K>(a);
-        case 11: return repacked<Q3_K>(a);
-        case 12: return repacked<Q4_K>(a);
-        case 13: return repacked<Q5_K>(a);
-        case 14: return repacked<Q6_K>(a);
-        case 20: return repacked<IQ4_NL>(a);
-        case 23: return repacked<IQ4_XS>(a);
-        case 39: return repacked<Mxfp4Block>(a);
+int repack(const Repack& args) {
+    switch (args.ggml_type) {  // GGUF type ids, see config/weight_layout.py
+        case 2: return repack_tiles<Q4_0>(args);
+        case 3: return repack_tiles<Q4_1>(args);
+        case 6: return repack_tiles<Q5_0>(args);
+        case 7: return repack_tiles<Q5_1>(args);
+        case 8: return repack_tiles<Q8_0>(args);
+        case 10: return repack_tiles<Q2_K>(args);
+        case 11: return repack_tiles<Q3_K>(args);
+        case 12: return repack_tiles<Q4_K>(args);
+        case 13: return repack_tiles<Q5_K>(args);
+        case 14: return repack_tiles<Q6_K>(args);
+        case 20: return repack_tiles<IQ4_NL>(args);
+        case 23: return repack_tiles<IQ4_XS>(args);
+        case 39: return repack_tiles<Mxfp4Block>(args);
         default: return INVALID;
     }
 }

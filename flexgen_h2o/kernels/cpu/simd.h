@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__AVX512F__)
 // GCC 12 warns about deliberately undefined vectors in its own header (GCC bug 105593).
@@ -57,7 +58,7 @@ struct fp16 {
 };
 
 template <class To, class From>
-INLINE To bits_of(From from) {
+INLINE To bit_cast(From from) {
     static_assert(sizeof(To) == sizeof(From), "same size");
     To to;
     std::memcpy(&to, &from, sizeof to);
@@ -70,6 +71,10 @@ INLINE V load_raw(const P* from) {
     std::memcpy(&to, from, sizeof to);
     return to;
 }
+
+// An integer as a type, for loops with a compile-time trip count.
+template <int N>
+using Constant = std::integral_constant<int, N>;
 
 INLINE Floats broadcast(float x) { return x - Floats{}; }
 
@@ -217,20 +222,19 @@ INLINE int32_t reduce_max(Ints x) {
 // Convert the bits of a float16, including denormals, infinities and NaN. For single elements.
 inline float from_half(uint16_t half) {
     uint32_t bits = static_cast<uint32_t>(half & 0x7fff) << 13;
-    bits = (half & 0x7c00) == 0x7c00
-               ? bits + (112u << 23) + (112u << 23)
-               : bits_of<uint32_t>(bits_of<float>(bits) * 0x1p112f);
-    return bits_of<float>(bits | static_cast<uint32_t>(half & 0x8000) << 16);
+    bits = (half & 0x7c00) == 0x7c00 ? bits + (112u << 23) + (112u << 23)
+                                     : bit_cast<uint32_t>(bit_cast<float>(bits) * 0x1p112f);
+    return bit_cast<float>(bits | static_cast<uint32_t>(half & 0x8000) << 16);
 }
 
 // Round to the nearest float16, ties to even.
 inline uint16_t to_half(float x) {
-    uint32_t bits = bits_of<uint32_t>(x), sign = bits >> 16 & 0x8000;
+    uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000;
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
     if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
     if (bits < 0x38800000) {  // subnormal in float16: adding 0.5 rounds at 2^-24
-        uint32_t low = bits_of<uint32_t>(bits_of<float>(bits) + 0.5f) - 0x3f000000;
+        uint32_t low = bit_cast<uint32_t>(bit_cast<float>(bits) + 0.5f) - 0x3f000000;
         return static_cast<uint16_t>(sign | low);
     }
     bits += 0xfff + (bits >> 13 & 1);
@@ -274,7 +278,7 @@ INLINE void narrow(uint8_t* to, Ints x) {
 #endif
 }
 
-INLINE Floats load(const bf16* from) { return bits_of<Floats>(widen(&from->bits) << 16); }
+INLINE Floats load(const bf16* from) { return bit_cast<Floats>(widen(&from->bits) << 16); }
 
 INLINE Floats load(const fp16* from) {
 #if defined(__AVX512F__)
@@ -303,21 +307,23 @@ INLINE Floats from_halves(Words halves) {
 }
 
 INLINE void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+INLINE void store(uint32_t* to, Words x) { std::memcpy(to, &x, sizeof x); }
+INLINE void store(int32_t* to, Ints x) { std::memcpy(to, &x, sizeof x); }
 
 inline float load_one(const float* from) { return *from; }
 inline float load_one(const bf16* from) {
-    return bits_of<float>(static_cast<uint32_t>(from->bits) << 16);
+    return bit_cast<float>(static_cast<uint32_t>(from->bits) << 16);
 }
 inline float load_one(const fp16* from) { return from_half(from->bits); }
 
-inline void put(float* to, float x) { *to = x; }
-inline void put(bf16* to, float x) {
-    uint32_t bits = bits_of<uint32_t>(x);
+inline void store_one(float* to, float x) { *to = x; }
+inline void store_one(bf16* to, float x) {
+    uint32_t bits = bit_cast<uint32_t>(x);
     to->bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000
                                          ? bits >> 16 | 0x40
                                          : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
-inline void put(fp16* to, float x) { to->bits = to_half(x); }
+inline void store_one(fp16* to, float x) { to->bits = to_half(x); }
 
 // Narrow integers below 2^16.
 INLINE void narrow(uint16_t* to, Words x) {
@@ -333,13 +339,12 @@ INLINE void narrow(uint16_t* to, Words x) {
 }
 
 // Store a vector to elements of the type of `to`.
-INLINE void put_all(float* to, Floats x) { store(to, x); }
-INLINE void put_all(bf16* to, Floats x) {
-    const Words bits = bits_of<Words>(x);
+INLINE void store(bf16* to, Floats x) {
+    const Words bits = bit_cast<Words>(x);
     const Words nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     narrow(&to->bits, (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : nearest);  // NaN
 }
-INLINE void put_all(fp16* to, Floats x) {
+INLINE void store(fp16* to, Floats x) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
                         _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT));
@@ -347,7 +352,7 @@ INLINE void put_all(fp16* to, Floats x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
                      _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 #else
-    for (int i = 0; i < WIDTH; i++) put(to + i, x[i]);
+    for (int i = 0; i < WIDTH; i++) store_one(to + i, x[i]);
 #endif
 }
 
@@ -363,8 +368,8 @@ void to_floats(const T* from, int64_t count, float* to) {
 template <class T>
 void from_floats(const float* from, int64_t count, T* to) {
     int64_t i = 0;
-    for (; i + WIDTH <= count; i += WIDTH) put_all(to + i, load(from + i));
-    for (; i < count; i++) put(to + i, from[i]);
+    for (; i + WIDTH <= count; i += WIDTH) store(to + i, load(from + i));
+    for (; i < count; i++) store_one(to + i, from[i]);
 }
 
 #if defined(__AVX512F__)
@@ -434,14 +439,14 @@ INLINE float sum_of(const T* x, int64_t count) {
 }
 
 // Round two vectors to pairs of bfloat16, the first in the low half.
-INLINE Words rounded_pairs(Floats first, Floats second) {
+INLINE Words to_bf16_pairs(Floats first, Floats second) {
 #if defined(__AVX512BF16__)
-    const __m512i halves = bits_of<__m512i>(_mm512_cvtne2ps_pbh(__m512(second), __m512(first)));
+    const __m512i halves = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(__m512(second), __m512(first)));
     constexpr uint16_t ORDER[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                     8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     return Words(_mm512_permutexvar_epi16(load_raw<__m512i>(ORDER), halves));
 #else
-    const Words a = bits_of<Words>(first), b = bits_of<Words>(second);
+    const Words a = bit_cast<Words>(first), b = bit_cast<Words>(second);
     return (a + 0x7fff + (a >> 16 & 1)) >> 16 | ((b + 0x7fff + (b >> 16 & 1)) & 0xffff0000);
 #endif
 }
@@ -449,53 +454,48 @@ INLINE Words rounded_pairs(Floats first, Floats second) {
 // Round to the nearest integer, ties to even, for |x| < 2^22.
 INLINE Floats rounded(Floats x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
-// Return e^x for x <= 0, with an error of 2 ulp. The result is 0 below -87 and for -inf.
-INLINE Floats exp(Floats x) {
-    const Floats lowest = broadcast(-87.0f);
-    const Ints under = x < lowest;
-    Floats clamped = under ? lowest : x;
-    Floats shifted = fma(clamped, broadcast(1.44269504f), broadcast(0x1.8p23f));
-    Floats n = shifted - 0x1.8p23f;
-    Floats r = fma(n, broadcast(-0.693359375f), clamped);
-    r = fma(n, broadcast(2.12194440e-4f), r);
-    Floats p = broadcast(1.9875691500e-4f);
-    p = fma(p, r, broadcast(1.3981999507e-3f));
-    p = fma(p, r, broadcast(8.3334519073e-3f));
-    p = fma(p, r, broadcast(4.1665795894e-2f));
-    p = fma(p, r, broadcast(1.6666665459e-1f));
-    p = fma(p, r, broadcast(5.0000001201e-1f));
-    p = fma(p, r * r, r + 1.0f);
-    // The low bits of `shifted` are n. Shift them to the exponent.
-    Floats scale = bits_of<Floats>((bits_of<Words>(shifted) + 127) << 23);
-    Floats result = p * scale;
-    return under ? Floats{} : result;
+// Load WIDTH elements. If `count` is smaller, load `count` elements and fill with `rest`.
+template <class T>
+INLINE Floats load_partial(const T* from, int64_t count, float rest = 0) {
+    if (count >= WIDTH) return load(from);
+    Floats x = broadcast(rest);
+    for (int64_t i = 0; i < count; i++) x[i] = load_one(from + i);
+    return x;
 }
 
-constexpr float LOG2_E = 1.44269504f;
-
-// Return 2^x for x <= 0, with an error of 2 ulp. The result is 0 below -126.5 and for -inf.
-INLINE Floats exp2(Floats x) {
-    constexpr float SHIFT = 0x1.8p23f + 127;
-    x = max(broadcast(-127.0f), x);  // NaN propagates
-    const Floats shifted = x + SHIFT, r = x - (shifted - SHIFT);
-    // Minimax polynomial on [-0.5, 0.5] with a relative error of 1e-7.
-    Floats p = broadcast(0x1.5c08e6p-10f);
-    p = fma(p, r, broadcast(0x1.3d0c52p-7f));
-    p = fma(p, r, broadcast(0x1.c6b6e4p-5f));
-    p = fma(p, r, broadcast(0x1.ebf918p-3f));
-    p = fma(p, r, broadcast(0x1.62e428p-1f));
-    p = fma(p, r, broadcast(1.0f));
-    // The low bits of `shifted` are the exponent bits.
-    return p * bits_of<Floats>(bits_of<Words>(shifted) << 23);
+template <class T>
+INLINE void store_partial(T* to, Floats x, int64_t count) {
+    if (count >= WIDTH) return store(to, x);
+    for (int64_t i = 0; i < count; i++) store_one(to + i, x[i]);
 }
 
-// Return cap * tanh(x / cap), within a few ulp of the cap. NaN propagates.
-INLINE Floats soft_capped(Floats x, float cap) {
-    const Words sign = bits_of<Words>(x) & 0x80000000u;
-    const Floats size = bits_of<Floats>(bits_of<Words>(x) ^ sign);
-    const Floats e = exp(size * (-2.0f / cap));
-    const Floats result = (1.0f - e) / (1.0f + e) * cap;
-    return bits_of<Floats>(bits_of<Words>(result) | sign);
+// Count the integers, or the floats by their bits as integers, below a limit. `count` is a multiple of
+// WIDTH.
+template <class P>
+int64_t count_below(const P* numbers, int64_t count, int32_t limit) {
+    const Ints limits = Ints{} + limit;
+    Ints below{};
+    for (int64_t i = 0; i < count; i += WIDTH) below -= limits > load_raw<Ints>(numbers + i);
+    return sum(below);
 }
+
+// out = sums + bias, or out += sums + bias if `add` is set, rounded once. The bias may be null.
+template <class T>
+INLINE void store_outputs(const float* sums, const T* bias, T* out, int64_t count, bool add) {
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) {
+        Floats x = load(sums + i);
+        if (bias) x += load(bias + i);
+        if (add) x += load(out + i);
+        store(out + i, x);
+    }
+    for (; i < count; i++) {
+        const float x = sums[i] + (bias ? load_one(bias + i) : 0.0f);
+        store_one(out + i, add ? x + load_one(out + i) : x);
+    }
+}
+
+// Round x up to a multiple.
+INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 }  // namespace ISA

@@ -2,39 +2,39 @@
 #pragma once
 
 #include "groups.h"
-#include "hadamard.h"
 #include "prefetch.h"
+#include "vector_math.h"
 
 namespace ISA {
 
-constexpr int64_t LINE = 64;     // bytes
-constexpr int64_t AHEAD = 4096;  // prefetch distance, in bytes
-constexpr int64_t ROWS_AHEAD = 16;  // prefetch distance for rows at arbitrary addresses
+constexpr int64_t LINE_BYTES = 64;        // of a cache line
+constexpr int64_t PREFETCH_BYTES = 4096;  // prefetch distance, in bytes
+constexpr int64_t PREFETCH_ROWS = 16;     // prefetch distance for rows at arbitrary addresses
 constexpr int64_t VALUE_ROWS = 16;  // rows whose values are accumulated before the next rows
 
 // Return the default group size: elements of a vector of 64 or 128 that share a scale.
 constexpr int64_t default_group(int bits, int64_t dim) { return bits == 4 && dim == 64 ? 32 : 64; }
 
 // Return the rows of keys, or the vectors of a value, in a register block with `queries` queries.
-constexpr int at_once(int queries) { return WIDTH == 8 && queries == 4 ? 2 : 4; }
+constexpr int register_vectors(int queries) { return WIDTH == 8 && queries == 4 ? 2 : 4; }
 
 // A tile of up to SLOT_TILE rows of cached vectors: plain, or converted to floats in scratch memory.
 template <class T>
 struct PlainTile {
     const T* base;
     int64_t stride;
-    static constexpr int rows_at_once(int queries) { return at_once(queries); }
+    static constexpr int register_rows(int queries) { return register_vectors(queries); }
     INLINE Floats at(int64_t row, int64_t i) const { return load(base + row * stride + i); }
     // Prefetch data ahead of element `i` of R rows at each possible line start, and again at half a
     // line. Each line is prefetched while another is used. Prefetching several rows at once would fill
     // the miss buffers and stall the computation.
     template <int R>
     INLINE void prefetch(int64_t row, int64_t i) const {
-        if (i * static_cast<int64_t>(sizeof(T)) % LINE) return;
+        if (i * static_cast<int64_t>(sizeof(T)) % LINE_BYTES) return;
         for (int64_t r = row; r < row + R; r++) {
             const char* address = reinterpret_cast<const char*>(base + r * stride + i);
-            ISA::prefetch(address + 2 * AHEAD, L2);
-            ISA::prefetch(address + AHEAD, L2);
+            ISA::prefetch(address + 2 * PREFETCH_BYTES, L2);
+            ISA::prefetch(address + PREFETCH_BYTES, L2);
         }
     }
 };
@@ -47,20 +47,20 @@ struct GatheredTile {
     int64_t stride, dim;
     const int32_t* slots;  // of this tile's rows and the following ones
     int64_t left;          // remaining slots in the list
-    static constexpr int rows_at_once(int queries) { return at_once(queries); }
+    static constexpr int register_rows(int queries) { return register_vectors(queries); }
     INLINE Floats at(int64_t row, int64_t i) const { return load(rows[row] + i); }
     template <int R>
     INLINE void prefetch(int64_t row, int64_t i) const {
-        if (i * static_cast<int64_t>(sizeof(T)) % LINE) return;
-        ask(row + 2 * ROWS_AHEAD, R, i);
-        ask(row + ROWS_AHEAD, R, i);
+        if (i * static_cast<int64_t>(sizeof(T)) % LINE_BYTES) return;
+        prefetch_rows(row + 2 * PREFETCH_ROWS, R, i);
+        prefetch_rows(row + PREFETCH_ROWS, R, i);
     }
     // Prefetch the first rows.
     INLINE void prefetch_first() const {
-        for (int64_t i = 0; i < dim; i += LINE / static_cast<int64_t>(sizeof(T)))
-            ask(0, ROWS_AHEAD, i);
+        for (int64_t i = 0; i < dim; i += LINE_BYTES / static_cast<int64_t>(sizeof(T)))
+            prefetch_rows(0, PREFETCH_ROWS, i);
     }
-    INLINE void ask(int64_t first, int64_t count, int64_t i) const {
+    INLINE void prefetch_rows(int64_t first, int64_t count, int64_t i) const {
         for (int64_t r = first; r < first + count && r < left; r++)
             ISA::prefetch(base + slots[r] * stride + i, nearest_cache());
     }
@@ -72,10 +72,10 @@ template <int bits>
 struct QuantizedTile {
     const uint8_t* base;
     int64_t stride;
-    const Layout& layout;
+    const GroupLayout& layout;
     float* scratch;
 
-    static bool suits(const Layout& layout) {
+    static bool supports(const GroupLayout& layout) {
         // With 4 bits, elements i and i + half share a byte. Both halves must consist of whole groups,
         // or of one group.
         const int64_t half = layout.groups * layout.group / 2;
@@ -83,16 +83,16 @@ struct QuantizedTile {
         return layout.group % WIDTH == 0 && layout.group >= 8 &&
                (bits == 8 || (half % WIDTH == 0 && (layout.groups == 1 || layout.groups % 2 == 0)));
     }
-    static constexpr int rows_at_once(int queries) { return at_once(queries); }
+    static constexpr int register_rows(int queries) { return register_vectors(queries); }
     // Return the bytes of quantized values that share a scale, out of `bytes`.
     int64_t group_bytes(int64_t bytes) const { return layout.group < bytes ? layout.group : bytes; }
     // Prefetch data ahead of byte `i` of R rows at every half line, because entries are not aligned.
     // The scales of the next tile are all read at its start.
     template <int R>
     INLINE void prefetch(int64_t row, int64_t i) const {
-        if (i % (LINE / 2)) return;
+        if (i % (LINE_BYTES / 2)) return;
         for (int64_t r = row + SLOT_TILE; r < row + SLOT_TILE + R; r++)
-            ISA::prefetch(base + r * stride + i + AHEAD, L2);
+            ISA::prefetch(base + r * stride + i + PREFETCH_BYTES, L2);
     }
     // Each is [groups, SLOT_TILE].
     INLINE float* scales() const { return scratch; }
@@ -115,7 +115,7 @@ template <int bits>
 struct QuantizedRows {
     const uint8_t* base;
     int64_t stride;
-    const Layout& layout;
+    const GroupLayout& layout;
     float* scratch;
     NOINLINE QuantizedTile<bits> tile(int64_t first, int64_t count) const {
         uint32_t raw[SLOT_TILE];  // two scales or zero points each
@@ -140,7 +140,7 @@ template <class T>
 struct ConvertedRows {
     const T* base;
     int64_t stride, dim, width;
-    const Layout& layout;
+    const GroupLayout& layout;
     const int32_t* ranks;  // null if there is no rotation
     const float *cos, *sin;
     int64_t half_rotary;

@@ -2,81 +2,76 @@
 // bfloat16 if the CPU can multiply them.
 #pragma once
 
-#include "kernels.h"
-#include "simd.h"
+#include "query_block.h"
 
 namespace ISA {
 
-constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
-constexpr int LANES = VECTORS * WIDTH;
+constexpr int LANE_VECTORS = WIDTH == 16 ? 4 : 2;
+constexpr int LANES = LANE_VECTORS * WIDTH;
 static_assert(LANES <= QUERY_LANES, "the memory plan counts fewer");
-constexpr int ROWS = 4;       // rows of the register block
-constexpr int CHUNK = 128;    // keys or values that are widened or packed together
+constexpr int REGISTER_ROWS = 4;  // rows of the register block
 
 // out [count, LANES] (+)= a [count, depth] @ b [depth, LANES]. Element (m, k) of a is at a + m * row +
 // k * column.
 template <int M, bool ADD>
-INLINE void product_rows(const float* a, int64_t row, int64_t column, const float* b,
-                         int64_t depth, float* out) {
-    Floats sums[M][VECTORS];
+INLINE void matmul_lane_rows(const float* a, int64_t row, int64_t column, const float* b, int64_t depth,
+                             float* out) {
+    Floats sums[M][LANE_VECTORS];
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < VECTORS; n++)
+        for (int n = 0; n < LANE_VECTORS; n++)
             sums[m][n] = ADD ? load(out + m * LANES + n * WIDTH) : Floats{};
     for (int64_t k = 0; k < depth; k++) {
-        Floats lanes[VECTORS];
-        for (int n = 0; n < VECTORS; n++) lanes[n] = load(b + k * LANES + n * WIDTH);
+        Floats lanes[LANE_VECTORS];
+        for (int n = 0; n < LANE_VECTORS; n++) lanes[n] = load(b + k * LANES + n * WIDTH);
         for (int m = 0; m < M; m++) {
             const Floats x = broadcast(a[m * row + k * column]);
-            for (int n = 0; n < VECTORS; n++) sums[m][n] = fma(x, lanes[n], sums[m][n]);
+            for (int n = 0; n < LANE_VECTORS; n++) sums[m][n] = fma(x, lanes[n], sums[m][n]);
         }
     }
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < VECTORS; n++) store(out + m * LANES + n * WIDTH, sums[m][n]);
+        for (int n = 0; n < LANE_VECTORS; n++) store(out + m * LANES + n * WIDTH, sums[m][n]);
 }
 
 #if defined(__AVX512BF16__)
 // The same for pairs of bfloat16. depth, row and column count pairs.
 template <int M, bool ADD>
-INLINE void product_rows(const uint32_t* a, int64_t row, int64_t column, const uint32_t* b,
-                         int64_t depth, float* out) {
-    __m512 sums[M][VECTORS];
+INLINE void matmul_lane_rows(const uint32_t* a, int64_t row, int64_t column, const uint32_t* b,
+                             int64_t depth, float* out) {
+    __m512 sums[M][LANE_VECTORS];
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < VECTORS; n++)
+        for (int n = 0; n < LANE_VECTORS; n++)
             sums[m][n] = ADD ? load(out + m * LANES + n * WIDTH) : Floats{};
     for (int64_t k = 0; k < depth; k++) {
-        __m512bh lanes[VECTORS];
-        for (int n = 0; n < VECTORS; n++)
-            lanes[n] = load_raw<__m512bh>(b + k * LANES + n * WIDTH);
+        __m512bh lanes[LANE_VECTORS];
+        for (int n = 0; n < LANE_VECTORS; n++) lanes[n] = load_raw<__m512bh>(b + k * LANES + n * WIDTH);
         for (int m = 0; m < M; m++) {
             uint32_t pair;
             std::memcpy(&pair, a + m * row + k * column, sizeof pair);
-            const __m512bh x = bits_of<__m512bh>(_mm512_set1_epi32(static_cast<int>(pair)));
-            for (int n = 0; n < VECTORS; n++)
+            const __m512bh x = bit_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(pair)));
+            for (int n = 0; n < LANE_VECTORS; n++)
                 sums[m][n] = _mm512_dpbf16_ps(sums[m][n], lanes[n], x);
         }
     }
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < VECTORS; n++)
-            store(out + m * LANES + n * WIDTH, Floats(sums[m][n]));
+        for (int n = 0; n < LANE_VECTORS; n++) store(out + m * LANES + n * WIDTH, Floats(sums[m][n]));
 }
 #endif
 
 // Not inlined: next to the softmax, register pressure makes GCC reload b for each row.
 template <bool ADD, class E>
-NOINLINE void product(const E* a, int64_t row, int64_t column, int64_t count,
-                                       const E* b, int64_t depth, float* out) {
+NOINLINE void matmul_lanes(const E* a, int64_t row, int64_t column, int64_t count, const E* b,
+                           int64_t depth, float* out) {
     int64_t m = 0;
-    for (; m + ROWS <= count; m += ROWS)
-        product_rows<ROWS, ADD>(a + m * row, row, column, b, depth, out + m * LANES);
-    for (; m < count; m++)
-        product_rows<1, ADD>(a + m * row, row, column, b, depth, out + m * LANES);
+    for (; m + REGISTER_ROWS <= count; m += REGISTER_ROWS)
+        matmul_lane_rows<REGISTER_ROWS, ADD>(a + m * row, row, column, b, depth, out + m * LANES);
+    for (; m < count; m++) matmul_lane_rows<1, ADD>(a + m * row, row, column, b, depth, out + m * LANES);
 }
 
 // Conversion of operands to the form that is multiplied: float32.
 template <class T>
-struct AsFloats {
+struct ConvertToFloats {
     using Element = float;
-    static constexpr int64_t DEPTH = 1;  // elements of T per Element
+    static constexpr int64_t PACKED = 1;  // elements of T per Element
 
     static void query(const T* q, int64_t dim, Element* to) {
         for (int64_t i = 0; i < dim; i++) to[i * LANES] = load_one(q + i);
@@ -101,20 +96,15 @@ struct AsFloats {
     // Store `sums` [dim, LANES] to the outputs of the lanes.
     static void outputs(float* sums, int64_t dim, T* const* to, int64_t count) {
         for (int64_t lane = 0; lane < count; lane++)
-            for (int64_t i = 0; i < dim; i++) put(to[lane] + i, sums[i * LANES + lane]);
+            for (int64_t i = 0; i < dim; i++) store_one(to[lane] + i, sums[i * LANES + lane]);
     }
 };
 
 #if defined(__AVX512BF16__)
-INLINE void store_pairs(uint32_t* to, Floats low, Floats high) {
-    const Words pairs = rounded_pairs(low, high);
-    std::memcpy(to, &pairs, sizeof pairs);
-}
-
 // Conversion to pairs of bfloat16 along the reduction dimension, the first in the low half.
-struct AsPairs {
+struct ConvertToPairs {
     using Element = uint32_t;
-    static constexpr int64_t DEPTH = 2;
+    static constexpr int64_t PACKED = 2;
 
     static void query(const bf16* q, int64_t dim, Element* to) {
         for (int64_t i = 0; i < dim / 2; i++) std::memcpy(to + i * LANES, q + 2 * i, 4);
@@ -141,7 +131,7 @@ struct AsPairs {
                 Words pairs = widen(&low[i].bits);
                 if (both)
                     pairs |= widen(&high[i].bits) << 16;
-                std::memcpy(to + i, &pairs, sizeof pairs);
+                store(to + i, pairs);
             }
             for (; i < dim; i++)
                 to[i] = low[i].bits | (both ? static_cast<uint32_t>(high[i].bits) << 16 : 0);
@@ -152,18 +142,19 @@ struct AsPairs {
     static const Element* weights(const float* e, int64_t count, Element* tile) {
         for (int64_t t = 0; t < count; t += 2)
             for (int n = 0; n < LANES; n += WIDTH)
-                store_pairs(tile + t / 2 * LANES + n, load(e + t * LANES + n),
-                            t + 1 < count ? load(e + (t + 1) * LANES + n) : Floats{});
+                store(tile + t / 2 * LANES + n,
+                      to_bf16_pairs(load(e + t * LANES + n),
+                                    t + 1 < count ? load(e + (t + 1) * LANES + n) : Floats{}));
         return tile;
     }
     static void outputs(float* sums, int64_t dim, bf16* const* to, int64_t count) {
-        // Round in place, then copy lane by lane. The rows of the outputs are so far apart that writing
-        // them in parallel would cause cache conflicts.
+        // Round in place, then copy lane by lane. The rows of the outputs are so far apart that
+        // writing them in parallel would cause cache conflicts.
         uint32_t* pairs = reinterpret_cast<uint32_t*>(sums);
         for (int64_t i = 0; i < dim; i += 2)
             for (int n = 0; n < LANES; n += WIDTH)
-                store_pairs(pairs + i / 2 * LANES + n, load(sums + i * LANES + n),
-                            load(sums + (i + 1) * LANES + n));
+                store(pairs + i / 2 * LANES + n,
+                      to_bf16_pairs(load(sums + i * LANES + n), load(sums + (i + 1) * LANES + n)));
         for (int64_t lane = 0; lane < count; lane++)
             for (int64_t i = 0; i < dim / 2; i++)
                 std::memcpy(to[lane] + 2 * i, pairs + i * LANES + lane, 4);

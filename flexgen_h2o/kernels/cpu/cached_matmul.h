@@ -4,28 +4,26 @@
 
 #include <math.h>
 
-#include <type_traits>
-
-#include "tiles.h"
+#include "cached_tiles.h"
 
 namespace ISA {
 
 // Call f(G, g) for blocks of G query heads from `g` on, which cover the group.
 template <class F>
-INLINE void by_queries(int64_t group, F f) {
+INLINE void for_query_blocks(int64_t group, F f) {
     int64_t g = 0;
-    for (; g + 4 <= group; g += 4) f(std::integral_constant<int, 4>{}, g);
+    for (; g + 4 <= group; g += 4) f(Constant<4>{}, g);
     switch (group - g) {
-        case 3: return f(std::integral_constant<int, 3>{}, g);
-        case 2: return f(std::integral_constant<int, 2>{}, g);
-        case 1: return f(std::integral_constant<int, 1>{}, g);
+        case 3: return f(Constant<3>{}, g);
+        case 2: return f(Constant<2>{}, g);
+        case 1: return f(Constant<1>{}, g);
     }
 }
 
-// Return the factor of the logits.
-inline float logit_scale(const Form& form, int64_t head_dim) {
-    return form.scale > 0 ? static_cast<float>(form.scale)
-                          : 1.0f / sqrtf(static_cast<float>(head_dim));
+// Return the factor of attention logits.
+inline float logit_scale(const AttentionVariant& variant, int64_t head_dim) {
+    return variant.scale > 0 ? static_cast<float>(variant.scale)
+                             : 1.0f / sqrtf(static_cast<float>(head_dim));
 }
 
 // Queries [G, width] of a block and their logits or weights, whose rows are `stride` apart.
@@ -38,7 +36,7 @@ struct Queries {
 
 // Reduce the sums of R rows by G queries and store them as logits of rows from `row` on.
 template <int R, int G>
-INLINE void put_logits(const Floats* total, const Queries& to, int64_t row) {
+INLINE void store_logits(const Floats* total, const Queries& to, int64_t row) {
     float logits[G * R];
     for (int n = 0; n < G * R; n += 4)
         if constexpr (G * R % 4 == 0)
@@ -51,7 +49,7 @@ INLINE void put_logits(const Floats* total, const Queries& to, int64_t row) {
 
 // Compute the logits of R rows from `row` on for G queries.
 template <int R, int G, class Tile>
-INLINE void key_rows(const Tile& tile, const Queries& to, int64_t row) {
+INLINE void matmul_key_rows(const Tile& tile, const Queries& to, int64_t row) {
     Floats total[G * R];
     for (int n = 0; n < G * R; n++) total[n] = Floats{};
     for (int64_t i = 0; i < to.width; i += WIDTH) {
@@ -62,16 +60,17 @@ INLINE void key_rows(const Tile& tile, const Queries& to, int64_t row) {
                 total[g * R + r] = fma(x, load(to.q + g * to.width + i), total[g * R + r]);
         }
     }
-    put_logits<R, G>(total, to, row);
+    store_logits<R, G>(total, to, row);
 }
 
 // The same for quantized groups, without their zero points: scaled quantized values by queries. With 4
 // bits the high nibbles hold elements `half` elements further.
 template <int R, int G, int bits>
-INLINE void key_rows(const QuantizedTile<bits>& tile, const Queries& to, int64_t row) {
+INLINE void matmul_key_rows(const QuantizedTile<bits>& tile, const Queries& to, int64_t row) {
     const int64_t half = to.width / 2, bytes = bits == 8 ? to.width : half;
     const int64_t group = tile.group_bytes(bytes);
-    const int64_t apart = tile.layout.groups == 1 ? 0 : half / group;  // in groups, low to high nibbles
+    // Groups from the low to the high nibbles of the same bytes.
+    const int64_t high_group = tile.layout.groups == 1 ? 0 : half / group;
     Floats total[G * R];
     for (int n = 0; n < G * R; n++) total[n] = Floats{};
     const float* scale = tile.scales() + row;
@@ -84,33 +83,34 @@ INLINE void key_rows(const QuantizedTile<bits>& tile, const Queries& to, int64_t
                 for (int g = 0; g < G; g++)
                     total[g * R + r] = fma(x, load(to.q + g * to.width + i), total[g * R + r]);
                 if (bits == 8) continue;
-                const Floats y = code<HIGH>(codes) * scale[apart * SLOT_TILE + r];
+                const Floats y = code<HIGH>(codes) * scale[high_group * SLOT_TILE + r];
                 for (int g = 0; g < G; g++)
                     total[g * R + r] =
                         fma(y, load(to.q + g * to.width + half + i), total[g * R + r]);
             }
         }
-    put_logits<R, G>(total, to, row);
+    store_logits<R, G>(total, to, row);
 }
 
 // The same for one query: quantized values by the query, then their sums by the scales. BYTES is the
 // size of the quantized values if their groups are the default ones; otherwise the size is read at run
 // time.
 template <int R, int bits, int BYTES>
-INLINE void key_rows_of_one(const QuantizedTile<bits>& tile, const Queries& to, int64_t row) {
-    constexpr int SIDES = bits == 4 ? 2 : 1;
-    constexpr int64_t USUAL = default_group(bits, SIDES * BYTES);
-    constexpr int64_t GROUP = BYTES < USUAL ? BYTES : USUAL;
-    const int64_t bytes = BYTES ? BYTES : to.width / SIDES;
+INLINE void matmul_key_rows_of_one(const QuantizedTile<bits>& tile, const Queries& to, int64_t row) {
+    constexpr int NIBBLES = bits == 4 ? 2 : 1;
+    constexpr int64_t DEFAULT_GROUP = default_group(bits, NIBBLES * BYTES);
+    constexpr int64_t GROUP = BYTES < DEFAULT_GROUP ? BYTES : DEFAULT_GROUP;
+    const int64_t bytes = BYTES ? BYTES : to.width / NIBBLES;
     const int64_t group = BYTES ? GROUP : tile.group_bytes(bytes);
-    const int64_t apart = tile.layout.groups == 1 ? 0 : bytes / group;  // in groups, low to high nibbles
+    // Groups from the low to the high nibbles of the same bytes.
+    const int64_t high_group = tile.layout.groups == 1 ? 0 : bytes / group;
     const uint8_t* from[R];
     for (int r = 0; r < R; r++) from[r] = tile.base + (row + r) * tile.stride;
     Floats total[R]{};
     const float* scale = tile.scales() + row;
 #pragma GCC unroll 2
     for (int64_t start = 0; start < bytes; start += group, scale += SLOT_TILE) {
-        Floats group_sums[SIDES][R]{};
+        Floats group_sums[NIBBLES][R]{};
 #pragma GCC unroll 8
         for (int64_t i = start; i < start + group; i += WIDTH) {
             tile.template prefetch<R>(row, i);
@@ -118,56 +118,57 @@ INLINE void key_rows_of_one(const QuantizedTile<bits>& tile, const Queries& to, 
                 const Ints codes = widen(from[r] + i);
                 const Floats x = bits == 8 ? code<WHOLE>(codes) : code<LOW>(codes);
                 group_sums[0][r] = fma(x, load(to.q + i), group_sums[0][r]);
-                if constexpr (SIDES == 2)
+                if constexpr (NIBBLES == 2)
                     group_sums[1][r] = fma(code<HIGH>(codes), load(to.q + bytes + i), group_sums[1][r]);
             }
         }
         for (int r = 0; r < R; r++)
-            for (int side = 0; side < SIDES; side++)
-                total[r] = fma(group_sums[side][r], broadcast(scale[side * apart * SLOT_TILE + r]),
-                               total[r]);
+            for (int nibble = 0; nibble < NIBBLES; nibble++)
+                total[r] = fma(group_sums[nibble][r],
+                               broadcast(scale[nibble * high_group * SLOT_TILE + r]), total[r]);
     }
-    put_logits<R, 1>(total, to, row);
+    store_logits<R, 1>(total, to, row);
 }
 
 // Compute the logits of the first `count` rows.
 template <int G, class Tile>
-INLINE void all_key_rows(const Tile& tile, const Queries& to, int64_t count) {
-    constexpr int R = Tile::rows_at_once(G);
+INLINE void matmul_all_key_rows(const Tile& tile, const Queries& to, int64_t count) {
+    constexpr int R = Tile::register_rows(G);
     int64_t row = 0;
-    for (; row + R <= count; row += R) key_rows<R, G>(tile, to, row);
-    for (; row < count; row++) key_rows<1, G>(tile, to, row);
+    for (; row + R <= count; row += R) matmul_key_rows<R, G>(tile, to, row);
+    for (; row < count; row++) matmul_key_rows<1, G>(tile, to, row);
 }
 
 template <int G, int bits>
-INLINE void all_key_rows(const QuantizedTile<bits>& tile, const Queries& to, int64_t count) {
-    constexpr int R = QuantizedTile<bits>::rows_at_once(G);
+INLINE void matmul_all_key_rows(const QuantizedTile<bits>& tile, const Queries& to, int64_t count) {
+    constexpr int R = QuantizedTile<bits>::register_rows(G);
     const auto rows = [&](auto known) ALWAYS_INLINE {
         constexpr int BYTES = decltype(known)::value;
         int64_t row = 0;
         if constexpr (G == 1) {
-            for (; row + R <= count; row += R) key_rows_of_one<R, bits, BYTES>(tile, to, row);
-            for (; row < count; row++) key_rows_of_one<1, bits, 0>(tile, to, row);
+            for (; row + R <= count; row += R) matmul_key_rows_of_one<R, bits, BYTES>(tile, to, row);
+            for (; row < count; row++) matmul_key_rows_of_one<1, bits, 0>(tile, to, row);
         } else {
-            for (; row + R <= count; row += R) key_rows<R, G>(tile, to, row);
-            for (; row < count; row++) key_rows<1, G>(tile, to, row);
+            for (; row + R <= count; row += R) matmul_key_rows<R, G>(tile, to, row);
+            for (; row < count; row++) matmul_key_rows<1, G>(tile, to, row);
         }
     };
     if constexpr (G == 1)  // the usual vector sizes as constants
         if (tile.layout.group == default_group(bits, to.width)) {
-            if (to.width == 64) return rows(std::integral_constant<int, 64 * bits / 8>{});
-            if (to.width == 128) return rows(std::integral_constant<int, 128 * bits / 8>{});
-            if (bits == 4 && to.width == 256) return rows(std::integral_constant<int, 128>{});
+            if (to.width == 64) return rows(Constant<64 * bits / 8>{});
+            if (to.width == 128) return rows(Constant<128 * bits / 8>{});
+            if (bits == 4 && to.width == 256) return rows(Constant<128>{});
         }
-    rows(std::integral_constant<int, 0>{});
+    rows(Constant<0>{});
 }
 
 template <class Tile>
-INLINE void add_zeros(const Tile&, const Queries&, int64_t, int64_t) {}
+INLINE void add_zero_points(const Tile&, const Queries&, int64_t, int64_t) {}
 
 // Add the contribution of the zero points of the keys to the logits of query `g`.
 template <int bits>
-INLINE void add_zeros(const QuantizedTile<bits>& tile, const Queries& to, int64_t g, int64_t count) {
+INLINE void add_zero_points(const QuantizedTile<bits>& tile, const Queries& to, int64_t g,
+                            int64_t count) {
     const int64_t group = tile.layout.group;
     for (int64_t k = 0; k < tile.layout.groups; k++) {
         const float part = sum_of(to.q + g * to.width + k * group, group);
@@ -179,22 +180,22 @@ INLINE void add_zeros(const QuantizedTile<bits>& tile, const Queries& to, int64_
 }
 
 // Compute the logits of the first `count` rows of a tile. The callers of this function and of
-// `value_products` are compiled for several dtypes, so these are not inlined. They take the tile by
+// `matmul_values` are compiled for several dtypes, so these are not inlined. They take the tile by
 // value: its members stay in registers.
 template <int G, class Tile>
-NOINLINE void key_products(Tile tile, Queries to, int64_t count) {
-    all_key_rows<G>(tile, to, count);
-    for (int g = 0; g < G; g++) add_zeros(tile, to, g, count);
+NOINLINE void matmul_keys(Tile tile, Queries to, int64_t count) {
+    matmul_all_key_rows<G>(tile, to, count);
+    for (int g = 0; g < G; g++) add_zero_points(tile, to, g, count);
 }
 
 // out[g] += weight[g][t] * row t, for N vectors from `column` on, G queries and rows `first` to `end`.
-// Outputs are `apart` elements apart.
+// Outputs are `out_row` elements apart.
 template <int G, int N, class Tile>
-INLINE void value_block(const Tile& tile, const Queries& weights, int64_t first, int64_t end,
-                        int64_t column, float* out, int64_t apart) {
+INLINE void matmul_value_block(const Tile& tile, const Queries& weights, int64_t first, int64_t end,
+                               int64_t column, float* out, int64_t out_row) {
     Floats sums[G][N];
     for (int g = 0; g < G; g++)
-        for (int n = 0; n < N; n++) sums[g][n] = load(out + g * apart + column + n * WIDTH);
+        for (int n = 0; n < N; n++) sums[g][n] = load(out + g * out_row + column + n * WIDTH);
     for (int64_t t = first; t < end; t++)
         for (int n = 0; n < N; n++) {
             tile.template prefetch<1>(t, column + n * WIDTH);
@@ -203,71 +204,71 @@ INLINE void value_block(const Tile& tile, const Queries& weights, int64_t first,
                 sums[g][n] = fma(broadcast(weights.row[g * weights.stride + t]), x, sums[g][n]);
         }
     for (int g = 0; g < G; g++)
-        for (int n = 0; n < N; n++) store(out + g * apart + column + n * WIDTH, sums[g][n]);
+        for (int n = 0; n < N; n++) store(out + g * out_row + column + n * WIDTH, sums[g][n]);
 }
 
 // Process all columns of some rows before the next rows, so that cache lines shared by two column
 // blocks are still in the cache.
 template <int G, class Tile>
-NOINLINE void value_products(Tile tile, Queries weights, int64_t count, float* out, int64_t apart) {
-    constexpr int N = G == 1 ? 8 : at_once(G);
+NOINLINE void matmul_values(Tile tile, Queries weights, int64_t count, float* out, int64_t out_row) {
+    constexpr int N = G == 1 ? 8 : register_vectors(G);
     for (int64_t first = 0; first < count; first += VALUE_ROWS) {
         const int64_t end = first + VALUE_ROWS < count ? first + VALUE_ROWS : count;
         int64_t column = 0;
         for (; column + N * WIDTH <= weights.width; column += N * WIDTH)
-            value_block<G, N>(tile, weights, first, end, column, out, apart);
+            matmul_value_block<G, N>(tile, weights, first, end, column, out, out_row);
         for (; column + 2 * WIDTH <= weights.width; column += 2 * WIDTH)
-            value_block<G, 2>(tile, weights, first, end, column, out, apart);
+            matmul_value_block<G, 2>(tile, weights, first, end, column, out, out_row);
         for (; column < weights.width; column += WIDTH)
-            value_block<G, 1>(tile, weights, first, end, column, out, apart);
+            matmul_value_block<G, 1>(tile, weights, first, end, column, out, out_row);
     }
 }
 
 // The same for N vectors of quantized values of one group. With 4 bits it includes N vectors of high
 // nibbles.
 template <int G, int N, int bits>
-INLINE void value_block(const QuantizedTile<bits>& tile, int64_t count, int64_t column, float* out,
-                        int64_t apart) {
+INLINE void matmul_value_block(const QuantizedTile<bits>& tile, int64_t count, int64_t column,
+                               float* out, int64_t out_row) {
     const int64_t groups = tile.layout.groups, group = tile.layout.group;
     const int64_t half = groups * group / 2;
-    constexpr int SIDES = bits == 4 ? 2 : 1;
-    Floats sums[G][SIDES][N];
-    const float* scaled[SIDES];
-    for (int side = 0; side < SIDES; side++) {
-        const int64_t at = column + side * half;
-        scaled[side] = tile.scaled() + at / group * SLOT_TILE;
+    constexpr int NIBBLES = bits == 4 ? 2 : 1;
+    Floats sums[G][NIBBLES][N];
+    const float* scaled[NIBBLES];
+    for (int nibble = 0; nibble < NIBBLES; nibble++) {
+        const int64_t at = column + nibble * half;
+        scaled[nibble] = tile.scaled() + at / group * SLOT_TILE;
         for (int g = 0; g < G; g++)
-            for (int n = 0; n < N; n++) sums[g][side][n] = load(out + g * apart + at + n * WIDTH);
+            for (int n = 0; n < N; n++) sums[g][nibble][n] = load(out + g * out_row + at + n * WIDTH);
     }
     const uint8_t* from = tile.base + column;
 #pragma GCC unroll 2
     for (int64_t t = 0; t < count; t++, from += tile.stride) {
-        Floats weights[G][SIDES];
+        Floats weights[G][NIBBLES];
         for (int g = 0; g < G; g++)
-            for (int side = 0; side < SIDES; side++)
-                weights[g][side] = broadcast(scaled[side][g * groups * SLOT_TILE + t]);
-        for (int n = 0; n < N * WIDTH; n += LINE / 2) tile.template prefetch<1>(t, column + n);
+            for (int nibble = 0; nibble < NIBBLES; nibble++)
+                weights[g][nibble] = broadcast(scaled[nibble][g * groups * SLOT_TILE + t]);
+        for (int n = 0; n < N * WIDTH; n += LINE_BYTES / 2) tile.template prefetch<1>(t, column + n);
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) {
             const Ints bytes = widen(from + n * WIDTH);
-            for (int side = 0; side < SIDES; side++) {
-                const Floats x = bits == 8   ? code<WHOLE>(bytes)
-                                 : side == 0 ? code<LOW>(bytes)
-                                             : code<HIGH>(bytes);
+            for (int nibble = 0; nibble < NIBBLES; nibble++) {
+                const Floats x = bits == 8     ? code<WHOLE>(bytes)
+                                 : nibble == 0 ? code<LOW>(bytes)
+                                               : code<HIGH>(bytes);
                 for (int g = 0; g < G; g++)
-                    sums[g][side][n] = fma(x, weights[g][side], sums[g][side][n]);
+                    sums[g][nibble][n] = fma(x, weights[g][nibble], sums[g][nibble][n]);
             }
         }
     }
     for (int g = 0; g < G; g++)
-        for (int side = 0; side < SIDES; side++)
+        for (int nibble = 0; nibble < NIBBLES; nibble++)
             for (int n = 0; n < N; n++)
-                store(out + g * apart + column + side * half + n * WIDTH, sums[g][side][n]);
+                store(out + g * out_row + column + nibble * half + n * WIDTH, sums[g][nibble][n]);
 }
 
 template <int G, int bits>
-NOINLINE void value_products(QuantizedTile<bits> tile, Queries weights, int64_t count, float* out,
-                             int64_t apart) {
+NOINLINE void matmul_values(QuantizedTile<bits> tile, Queries weights, int64_t count, float* out,
+                            int64_t out_row) {
     const int64_t groups = tile.layout.groups, group = tile.layout.group;
     for (int g = 0; g < G; g++)
         for (int64_t k = 0; k < groups; k++) {
@@ -282,7 +283,7 @@ NOINLINE void value_products(QuantizedTile<bits> tile, Queries weights, int64_t 
             }
             const float shift = sum(zero);
             for (int64_t i = 0; i < group; i += WIDTH) {
-                float* to = out + g * apart + k * group + i;
+                float* to = out + g * out_row + k * group + i;
                 store(to, load(to) + shift);
             }
         }
@@ -291,25 +292,28 @@ NOINLINE void value_products(QuantizedTile<bits> tile, Queries weights, int64_t 
         constexpr int N = decltype(vectors)::value;
         if (group % (N * WIDTH) || columns % (N * WIDTH)) return false;
         for (int64_t column = 0; column < columns; column += N * WIDTH)
-            value_block<G, N>(tile, count, column, out, apart);
+            matmul_value_block<G, N>(tile, count, column, out, out_row);
         return true;
     };
     // As many vectors as the registers allow.
-    constexpr int MAX_VECTORS = bits == 8 ? at_once(G) : G <= 2 ? 4 : WIDTH == 16 || G == 3 ? 2 : 1;
+    constexpr int MAX_VECTORS = bits == 8               ? register_vectors(G)
+                                : G <= 2                ? 4
+                                : WIDTH == 16 || G == 3 ? 2
+                                                        : 1;
     if constexpr (MAX_VECTORS >= 4)
-        if (blocks(std::integral_constant<int, 4>{})) return;
+        if (blocks(Constant<4>{})) return;
     if constexpr (MAX_VECTORS >= 2)
-        if (blocks(std::integral_constant<int, 2>{})) return;
-    blocks(std::integral_constant<int, 1>{});
+        if (blocks(Constant<2>{})) return;
+    blocks(Constant<1>{});
 }
 
 // Declare (`extern`) or instantiate the matmuls of rows that were converted to floats.
 // recall_attention.cpp uses the instances of decode.cpp.
-#define FLOAT_PRODUCTS(declare)                                                             \
-    FLOAT_PRODUCTS_OF(declare, 1) FLOAT_PRODUCTS_OF(declare, 2) FLOAT_PRODUCTS_OF(declare, 3) \
-    FLOAT_PRODUCTS_OF(declare, 4)
-#define FLOAT_PRODUCTS_OF(declare, G)                                             \
-    declare template void key_products<G>(PlainTile<float>, Queries, int64_t);    \
-    declare template void value_products<G>(PlainTile<float>, Queries, int64_t, float*, int64_t);
+#define FLOAT_MATMULS(declare)   \
+    FLOAT_MATMULS_OF(declare, 1) \
+    FLOAT_MATMULS_OF(declare, 2) FLOAT_MATMULS_OF(declare, 3) FLOAT_MATMULS_OF(declare, 4)
+#define FLOAT_MATMULS_OF(declare, G)                                          \
+    declare template void matmul_keys<G>(PlainTile<float>, Queries, int64_t); \
+    declare template void matmul_values<G>(PlainTile<float>, Queries, int64_t, float*, int64_t);
 
 }  // namespace ISA
