@@ -302,7 +302,7 @@ def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
         functions = {PLAIN: lambda weight, x=x, out=out: torch.mm(x, weight.t(), out=out)}
         for name in (OURS, *matrices):
             functions[name] = lambda weight, x=x, out=out: layers.linear(x, weight, out=out)
-        if ops.linear_choice(x, weight) == "pytorch":
+        if ops.linear_implementation(x, weight) == "pytorch":
             del functions[OURS]
         for name, function in functions.items():
             first = inputs[name][0]
@@ -321,7 +321,7 @@ def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
 
 
 def choices(rows: TimedRows, quick: bool) -> None:
-    """Time every implementation of a matmul with 16-bit weights, for `dispatch.TABLE`."""
+    """Time every implementation of a matmul with 16-bit weights, for `dispatch.CPU_TABLE`."""
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weights = copies(weight[: MATRIX[0] // 16] if quick else weight, quick)
     for count in COMPARED_ROWS:

@@ -25,7 +25,7 @@ from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, AutotuneTable
 
 
 @dataclass(frozen=True)
-class Rule:
+class DispatchRule:
     """Dispatch rule: the implementation for some instruction sets and a range of rows.
 
     Attributes
@@ -51,33 +51,33 @@ class Rule:
     dtype: torch.dtype = torch.bfloat16
 
 
-TABLE = (
-    Rule("linear", ("avx2", "avxvnni"), "skinny", max_rows=20,
+CPU_TABLE = (
+    DispatchRule("linear", ("avx2", "avxvnni"), "skinny", max_rows=20,
          why="EPYC without AVX-512, 4096 x 16384: PyTorch takes 1.7, 3.1, 3.8 and 3.7 times "
              "as long at 1, 2, 4 and 8 rows, float32 1.5, 1.1, 0.93 and 0.71 times at 8, 20, "
              "24 and 48 (benchmarks/results/epyc-avx2)."),
-    Rule("linear", ("avx512", "avx512vnni"), "skinny", max_rows=48,
+    DispatchRule("linear", ("avx512", "avx512vnni"), "skinny", max_rows=48,
          why="Xeon, 4096 x 16384: PyTorch takes 1.8, 4.7, 4.5 and 4.1 times as long at 1, 4, "
              "16 and 32 rows (benchmarks/results/xeon-avx512). On a busy machine float32 "
              "takes 1.1 times as long at 32 rows, and as long at 64."),
-    Rule("linear", ("avx2", "avxvnni", "avx512", "avx512vnni"), "float32", min_rows=21,
+    DispatchRule("linear", ("avx2", "avxvnni", "avx512", "avx512vnni"), "float32", min_rows=21,
          why="PyTorch's matmuls in bfloat16 run at 0.06 TFLOP/s where the CPU has no "
              "instruction for them: on the same Xeon they take 3.0, 4.0 and 4.7 times as long "
              "at 64, 256 and 1,024 rows, where this is at 0.5, 0.7 and 0.86 of PyTorch's "
              "rate in float32."),
-    Rule("linear", ("avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16"), "float32",
+    DispatchRule("linear", ("avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16"), "float32",
          min_rows=4, dtype=torch.float16,
          why="PyTorch's matmuls in float16 run at 0.03 TFLOP/s without AVX512_FP16. On "
              "a busy Xeon, 4096 x 16384, they take 0.4, 1.1 and 3.6 times as "
              "long at 1, 4 and 16 rows."),
-    Rule("linear", ("avx512bf16",), "skinny", max_rows=32,
+    DispatchRule("linear", ("avx512bf16",), "skinny", max_rows=32,
          why="EPYC (Zen 5), 4096 x 16384: PyTorch takes 1.2, 1.2, 1.3 and 1.1 times as long "
              "at 4, 8, 16 and 32 rows, and 0.95 at 48."),
-    Rule("linear", ("amx",), "skinny", max_rows=SKINNY_ROWS,
+    DispatchRule("linear", ("amx",), "skinny", max_rows=SKINNY_ROWS,
          why="Xeon with AMX, 4096 x 16384: PyTorch takes 1.2, 1.2, 1.3, 1.3, 1.8 and 1.7 "
              "times as long at 1, 4, 16, 32, 64 and 128 rows; ours uses AMX from 3 rows on "
              "(benchmarks/results/xeon-amx)."),
-    Rule("linear", ("amx",), "tiled", min_rows=SKINNY_ROWS + 1,
+    DispatchRule("linear", ("amx",), "tiled", min_rows=SKINNY_ROWS + 1,
          why="Xeon with AMX, 4096 x 16384: PyTorch takes 1.0, 1.1, 1.2, 1.1 and 1.1 times as "
              "long at 192, 256, 512, 1,024 and 2,048 rows, and adds biases and residuals "
              "in separate passes (benchmarks/results/xeon-amx)."),
@@ -90,39 +90,39 @@ ARCHITECTURES = ("float32", "sm_75", "sm_80", "sm_90")
 _NO_TENSOR_CORES = ("float32", "sm_75")
 _TENSOR_CORES = ("sm_80", "sm_90")
 GPU_TABLE = (
-    Rule("scored_prefill", _NO_TENSOR_CORES, "matmul",
+    DispatchRule("scored_prefill", _NO_TENSOR_CORES, "matmul",
          why="Triton uses no tensor cores there: its blocks run as fused multiply-adds (a "
              "T4's 8.1 TFLOP/s, by its data sheet), and spill from 64 x 32 on. cuBLAS uses "
              "them (65 TFLOP/s); the logits between two matmuls cost some 24 bytes each."),
-    Rule("scored_prefill", _TENSOR_CORES, "blocks",
+    DispatchRule("scored_prefill", _TENSOR_CORES, "blocks",
          why="Logits stay in registers, and no block spills (benchmarks/results/"
              "gpu_static.csv). H200, 32 heads of 128, 4,096 tokens: 0.36 ms, and 0.21 for "
              "the scores; PyTorch without scores 0.27 by cuDNN, which costs 50 ms for each "
              "new length, and 0.50 by FlashAttention."),
-    Rule("decode_attention", _NO_TENSOR_CORES, "vectors",
+    DispatchRule("decode_attention", _NO_TENSOR_CORES, "vectors",
          why="A block of 16 rows would be multiplied for each group of heads, by fused "
              "multiply-adds; vectors multiply existing heads only. The cache comes from the "
              "second-level cache after the first head."),
-    Rule("decode_attention", _TENSOR_CORES, "matrix units",
+    DispatchRule("decode_attention", _TENSOR_CORES, "matrix units",
          why="The cache is read once for all heads of a group (bytes_per_flop of "
              "benchmarks/results/gpu_static.csv)."),
-    Rule("linear_quantized", _NO_TENSOR_CORES, "vectors", max_rows=8,
+    DispatchRule("linear_quantized", _NO_TENSOR_CORES, "vectors", max_rows=8,
          why="A weight costs about 3 instructions and one a row: 8 rows of 4096 x 16384 in 4 "
              "bits 0.18 ms of a T4's arithmetic and 0.12 ms of its bandwidth, unpacked 1.0 ms "
              "(data sheet)."),
-    Rule("linear_quantized", _NO_TENSOR_CORES, "unpacked",
+    DispatchRule("linear_quantized", _NO_TENSOR_CORES, "unpacked",
          why="Blocks of quantized values spill without tensor cores, which cuBLAS uses on "
              "sm_75."),
-    Rule("linear_quantized", _TENSOR_CORES, "matrix units", max_rows=64,
+    DispatchRule("linear_quantized", _TENSOR_CORES, "matrix units", max_rows=64,
          why="H200, 4096 x 16384: in 4 bits 18, 19, 22, 28 and 47 us at 1, 8, 16, 32 and 64 "
              "rows, in 8 bits 26, 27, 26, 32 and 51; cuBLAS in float16 36, 36, 37, 37 and 41, "
              "and the vectors of 4 bits 25 and 34 at 1 and 2."),
-    Rule("linear_quantized", _TENSOR_CORES, "unpacked",
+    DispatchRule("linear_quantized", _TENSOR_CORES, "unpacked",
          why="Weights would be dequantized for each block of rows; cuBLAS reads them once."),
-    Rule("linear_short_floats", ARCHITECTURES, "vectors", max_rows=8,
+    DispatchRule("linear_short_floats", ARCHITECTURES, "vectors", max_rows=8,
          why="H200, 4096 x 16384 in 12 bits: 38 and 57 us at 1 and 4 rows, each row about 6, "
              "unpacked 107 at 16; cuBLAS in float16 36."),
-    Rule("linear_short_floats", ARCHITECTURES, "unpacked",
+    DispatchRule("linear_short_floats", ARCHITECTURES, "unpacked",
          why="Sums of more rows do not stay in registers; cuBLAS has tensor cores."),
 )
 """Rules of GPUs: the first rule that matches decides. Rules that name no GPU are estimates."""
@@ -132,7 +132,7 @@ _autotune_table: ContextVar[AutotuneTable | None] = ContextVar("autotune_table",
 
 @contextmanager
 def use_autotune_table(table: AutotuneTable | None) -> Iterator[None]:
-    """Make `choice` follow an autotune table within the context; None: follow `TABLE`."""
+    """Let an autotune table override `CPU_TABLE` within the context; None: do not override it."""
     token = _autotune_table.set(table)
     try:
         yield
@@ -158,7 +158,7 @@ def is_batch_invariant() -> bool:
     return _batch_invariant.get()
 
 
-def _invariant_choice(operation: str, dtype: torch.dtype) -> str:
+def _invariant_implementation(operation: str, dtype: torch.dtype) -> str:
     """Return the implementation of an operation within `batch_invariant`, for any dtype and rows.
 
     The order of a row's sums does not depend on the number of rows.
@@ -195,7 +195,7 @@ def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
     return names if dtype == torch.bfloat16 else names[:1]  # other dtypes were not timed
 
 
-def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str:
+def select_implementation(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str:
     """Return the implementation of an operation to use, one of `available`.
 
     Parameters
@@ -210,7 +210,7 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
         Bit width of the weights: 16, 12, 8 or 4.
     """
     if is_batch_invariant():
-        return _invariant_choice(operation, dtype)
+        return _invariant_implementation(operation, dtype)
     possible = available(operation, rows, dtype)
     if len(possible) == 1:
         return possible[0]
@@ -221,13 +221,13 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
         if fastest in possible:
             return fastest
     isa = cpu_library.instruction_set().removesuffix("_emulated")
-    return next((rule.implementation for rule in TABLE
+    return next((rule.implementation for rule in CPU_TABLE
                  if rule.operation == operation and isa in rule.targets and rule.dtype == dtype
                  and rule.min_rows <= rows <= rule.max_rows), possible[0])
 
 
 class GPU(NamedTuple):
-    """The properties of a GPU that choices depend on.
+    """The properties of a GPU that the rules depend on.
 
     Attributes
     ----------
@@ -245,7 +245,7 @@ _assumed_gpu: ContextVar[GPU | None] = ContextVar("assumed_gpu", default=None)
 
 @contextmanager
 def assume_gpu(gpu: GPU | None) -> Iterator[None]:
-    """Treat every device as this GPU within the context, to test its choices without one.
+    """Treat every device as this GPU within the context, to test its implementations without one.
 
     None: use the actual devices.
     """
@@ -276,7 +276,8 @@ def has_tensor_cores(gpu: GPU | None, dtype: torch.dtype) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def gpu_choice(operation: str, rows: int, dtype: torch.dtype, gpu: GPU | None) -> str:
+def select_gpu_implementation(operation: str, rows: int, dtype: torch.dtype, gpu: GPU | None
+                              ) -> str:
     """Return the implementation of an operation to use on a GPU, by `GPU_TABLE`.
 
     Parameters

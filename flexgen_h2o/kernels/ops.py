@@ -177,7 +177,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *
     whole = scores is None and key_lengths is None and torch_ops.sdpa_supports(variant)
     if whole and not _is_forced() and (
             not _has_kernels(q.device.type) or variant.window is None and (
-            q.is_cuda or dispatch.choice("prefill_attention", len(q), q.dtype) == "sdpa")):
+            q.is_cuda or dispatch.select_implementation(
+                "prefill_attention", len(q), q.dtype) == "sdpa")):
         return torch_ops.sdpa_prefill_attention(q, k, v, lengths, variant=variant)
     kernel = _kernel("prefill_attention", q)
     if kernel is None:
@@ -373,7 +374,7 @@ def unpack_slots(packed: Tensor, layout: CacheLayout | None) -> Tensor:
     return reference.unpack_slots(packed, layout, dequantize=dequantize_groups)
 
 
-def linear_choice(x: Tensor, weight: Tensor) -> str:
+def linear_implementation(x: Tensor, weight: Tensor) -> str:
     """Return the implementation of a matmul of x [rows, inputs] and a weight [outputs, inputs].
 
     It is the one that `dispatch` prefers: "pytorch", or the function ``linear_<name>`` of `native`.
@@ -382,7 +383,7 @@ def linear_choice(x: Tensor, weight: Tensor) -> str:
     if (x.dtype not in dtypes or weight.dtype != x.dtype or not x.is_cpu
             or not x.stride(1) == weight.stride(1) == 1 or uses_reference("cpu")):
         return "pytorch"
-    return dispatch.choice("linear", len(x), x.dtype)
+    return dispatch.select_implementation("linear", len(x), x.dtype)
 
 
 def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = False,
@@ -443,7 +444,7 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
                      add: bool = False) -> None:
     """Multiply by a quantized weight: `reference.matrix.linear_quantized`.
 
-    `quantized_choice` selects the implementation on a CPU:
+    `quantized_implementation` selects the implementation on a CPU:
 
     - "codes" reads only the quantized bytes. No bit depends on the number of threads, and a row
       depends on the other rows only in the order of its sums, and within
@@ -455,21 +456,21 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     kernel = _kernel("linear_quantized", x)
     if kernel is None:
         reference_matrix.linear_quantized(x, matrix, bias, out, add=add)
-    elif quantized_choice(x, matrix) == "unpacked":
-        _unpacked_product(x, matrix, bias, out, add=add)
+    elif quantized_implementation(x, matrix) == "unpacked":
+        _unpacked_matmul(x, matrix, bias, out, add=add)
     else:
         kernel(x, matrix, bias, out, add)
 
 
-def quantized_choice(x: Tensor, matrix: QuantizedMatrix) -> str:
+def quantized_implementation(x: Tensor, matrix: QuantizedMatrix) -> str:
     """Return the implementation that `linear_quantized` uses: "codes" or "unpacked"."""
     if not x.is_cpu or matrix.activation_bits != 16:
         return "codes"
     bits = 8 if matrix.layout.bits == 6 else matrix.layout.bits  # 6 bits are not timed separately
-    return dispatch.choice("linear_quantized", len(x), x.dtype, bits)
+    return dispatch.select_implementation("linear_quantized", len(x), x.dtype, bits)
 
 
-def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,
+def _unpacked_matmul(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,
                       add: bool) -> None:
     """Compute `linear_quantized` with PyTorch's matmul, in slices of outputs that stay in cache."""
     # oneDNN with AMX reads past the end of a row and multiplies what it finds by 0: NaN if it is

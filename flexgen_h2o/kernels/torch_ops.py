@@ -149,7 +149,7 @@ def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, out
         num_keys = tokens - rows + start + count  # keys up to the last row of the block
         first = max(0, num_keys - count + 1 - variant.window) if variant.window else 0
         queries = q[start : start + count].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        logits = _float_product(queries.flatten(1, 2), keys[..., first:num_keys]).unflatten(
+        logits = _float_matmul(queries.flatten(1, 2), keys[..., first:num_keys]).unflatten(
             1, (-1, count))
         # Scaling the queries instead would round them again.
         logits.mul_(variant.scale or dim**-0.5)
@@ -191,7 +191,7 @@ def _summed(p: Tensor, decay: float, after: int) -> Tensor:
     return (p * (decay**following).float()[:, None]).sum((1, 2))
 
 
-def _float_product(a: Tensor, b: Tensor) -> Tensor:
+def _float_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return the float32 product of batches of matrices, of which only sums are rounded.
 
     `torch.bmm` has `out_dtype` from PyTorch 2.8 on, on CUDA. Else both matrices are converted to

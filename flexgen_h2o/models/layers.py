@@ -172,12 +172,12 @@ class CapturingOperations(Operations):
                         add: bool) -> bool:
         """Capture a matmul of the C++ library; return False if PyTorch's is to be used."""
         if isinstance(weight, QuantizedMatrix):
-            if ops.quantized_choice(x, weight) == "codes":
+            if ops.quantized_implementation(x, weight) == "codes":
                 native.linear_quantized(x, weight, bias, out, add, capture=self._capture)
             else:
                 self._capture.append(partial(ops.linear_quantized, x, weight, bias, out, add=add))
             return True
-        name = ops.linear_choice(x, weight)
+        name = ops.linear_implementation(x, weight)
         if name == "pytorch":
             return False
         function = getattr(native, f"linear_{name}")
@@ -282,7 +282,7 @@ def _native_matmul(x: Tensor, weight: Tensor | QuantizedMatrix) -> Callable[...,
     """Return the matmul of the C++ library; None if PyTorch's is to be used."""
     if isinstance(weight, QuantizedMatrix):
         return ops.linear_quantized
-    name = ops.linear_choice(x, weight)
+    name = ops.linear_implementation(x, weight)
     return None if name == "pytorch" else getattr(native, f"linear_{name}")
 
 

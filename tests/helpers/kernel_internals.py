@@ -9,7 +9,7 @@ from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu import recall as native_recall
 
-UNPACKED_PRODUCT = ops._unpacked_product.__name__
+UNPACKED_MATMUL = ops._unpacked_matmul.__name__
 
 
 def is_asleep(policy) -> bool:

@@ -31,11 +31,12 @@ def test_default_implementation_of_each_isa(name, operation, rows, chosen):
     if name not in AVAILABLE:
         pytest.skip("this CPU cannot be made to choose so")
     with using(name):
-        assert dispatch.choice(operation, rows, torch.bfloat16, 4) == chosen
-        assert dispatch.choice(operation, rows, torch.float32, 4) == IMPLEMENTATIONS[operation][0]
+        assert dispatch.select_implementation(operation, rows, torch.bfloat16, 4) == chosen
+        assert dispatch.select_implementation(operation, rows, torch.float32, 4) == (
+            IMPLEMENTATIONS[operation][0])
         # AMX' machines multiply float16, too.
         half = operation == "linear" and rows >= 4 and not name.startswith(("amx", "portable"))
-        assert dispatch.choice(operation, rows, torch.float16, 4) == (
+        assert dispatch.select_implementation(operation, rows, torch.float16, 4) == (
             "float32" if half else IMPLEMENTATIONS[operation][0])
 
 
@@ -47,26 +48,27 @@ def test_autotune_table_overrides_the_defaults(operation, rows, bits, name, by_r
     names_by_rows = {count: names[one % len(names)] for count, one in by_rows.items()}
     winners = {operation: {bits: names_by_rows}}
     with using(name):
-        table = dispatch.choice(operation, rows, torch.bfloat16, bits)
+        table = dispatch.select_implementation(operation, rows, torch.bfloat16, bits)
         with dispatch.use_autotune_table(winners):
-            chosen = dispatch.choice(operation, rows, torch.bfloat16, bits)
-            assert dispatch.choice(operation, rows, torch.float32, bits) == names[0]
+            chosen = dispatch.select_implementation(operation, rows, torch.bfloat16, bits)
+            assert dispatch.select_implementation(operation, rows, torch.float32, bits) == names[0]
             others = {16, 8, 4} - {bits}
             with dispatch.use_autotune_table(None):
-                assert dispatch.choice(operation, rows, torch.bfloat16, bits) == table
+                assert table == dispatch.select_implementation(
+                    operation, rows, torch.bfloat16, bits)
         nearest = min((count for count in by_rows if count >= rows), default=max(by_rows))
         wanted = winners[operation][bits][nearest]
         possible = dispatch.available(operation, rows, torch.bfloat16)
         assert chosen == (wanted if wanted in possible else table)
         with dispatch.use_autotune_table(winners):
             for other in others:
-                assert dispatch.choice(operation, rows, torch.bfloat16, other) == (
+                assert dispatch.select_implementation(operation, rows, torch.bfloat16, other) == (
                     table_of(operation, rows, other))
 
 
 def table_of(operation, rows, bits):
     with dispatch.use_autotune_table(None):
-        return dispatch.choice(operation, rows, torch.bfloat16, bits)
+        return dispatch.select_implementation(operation, rows, torch.bfloat16, bits)
 
 
 @BUILT
@@ -86,7 +88,7 @@ def test_operations_run_the_chosen_implementation(monkeypatch, isa):
     for module, function, name in (
             (native, "linear_skinny", "skinny"), (native, "linear_float32", "float32"),
             (native, "linear_quantized", "codes"),
-            (ops, kernel_internals.UNPACKED_PRODUCT, "unpacked"),
+            (ops, kernel_internals.UNPACKED_MATMUL, "unpacked"),
             (native, "prefill_attention", "blocks"), (torch_ops, "sdpa_prefill_attention", "sdpa")):
         listen(module, function, name)
     torch.default_generator.manual_seed(1)
@@ -106,7 +108,7 @@ def test_operations_run_the_chosen_implementation(monkeypatch, isa):
             assert taken == ([] if name == "pytorch" else [name])
         taken.clear()
         results.append(call())
-        chosen = dispatch.choice(operation, 9, torch.bfloat16, bits)
+        chosen = dispatch.select_implementation(operation, 9, torch.bfloat16, bits)
         assert taken == ([] if chosen == "pytorch" else [chosen])
         for other in results[1:]:
             bound = 2**-7 * math.sqrt(64) * results[0].abs().max().item()

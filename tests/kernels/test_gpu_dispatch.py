@@ -34,7 +34,7 @@ def test_every_gpu_has_an_implementation_for_any_rows(gpu, dtype):
             ("linear_quantized", ["matrix units"] * 5 + ["unpacked"],
              ["vectors"] * 3 + ["unpacked"] * 3),
             ("linear_short_floats", *[["vectors"] * 3 + ["unpacked"] * 3] * 2)):
-        chosen = [dispatch.gpu_choice(operation, rows, dtype, gpu)
+        chosen = [dispatch.select_gpu_implementation(operation, rows, dtype, gpu)
                   for rows in (1, 2, 8, 9, 64, 65)]
         assert chosen == (with_units if units else without)
 

@@ -45,7 +45,7 @@ def layout_of(outputs, inputs, bits, group=64):
 
 def rounds_weights(layout, rows, dtype):
     """Whether weights are rounded to the dtype: for PyTorch's products, and in AMX tiles."""
-    if dispatch.choice("linear_quantized", rows, dtype, layout.bits) == "unpacked":
+    if dispatch.select_implementation("linear_quantized", rows, dtype, layout.bits) == "unpacked":
         return True
     tiles = cpu_library.instruction_set().startswith("amx") and rows > 64
     return tiles and dtype == torch.bfloat16 and layout.has_zeros
@@ -168,7 +168,7 @@ def test_results_do_not_depend_on_threads(way, dtype, rows):
             with threads(count):
                 data = ops.quantize_matrix(random(130, 200), layout, search=True)
                 results.append((data, multiplied(x, QuantizedMatrix(data, layout))))
-        codes = dispatch.choice("linear_quantized", rows, dtype, 4) != "unpacked"
+        codes = dispatch.select_implementation("linear_quantized", rows, dtype, 4) != "unpacked"
     for data, out in results[1:]:
         assert torch.equal(data, results[0][0])
         assert not codes or torch.equal(out, results[0][1])

@@ -113,12 +113,12 @@ def test_layers_equal_the_reference(monkeypatch, rows):
 
 
 @BUILT
-def test_linear_choice(monkeypatch):
+def test_linear_implementation(monkeypatch):
     x, weight, *_ = linear_case(16, 31, 8)
     own = cpu_library.instruction_set() != "portable"
-    assert ops.linear_choice(x, weight) == ("skinny" if own else "pytorch")
+    assert ops.linear_implementation(x, weight) == ("skinny" if own else "pytorch")
     for bad in ((x.float(), weight.float()), (x.half(), weight), (x.T, weight), (x, weight.T),
                 (x.to("meta"), weight.to("meta"))):
-        assert ops.linear_choice(*bad) == "pytorch"
+        assert ops.linear_implementation(*bad) == "pytorch"
     monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
-    assert ops.linear_choice(x, weight) == "pytorch"
+    assert ops.linear_implementation(x, weight) == "pytorch"

@@ -91,7 +91,7 @@ def test_the_fastest_implementation_is_kept(monkeypatch, isa):
     """Of every product that can be done in several ways, by operation, bits and rows."""
     def seconds(clock, work, *, give_up=None):
         places = sum(IMPLEMENTATIONS[operation].index(
-            dispatch.choice(operation, rows, torch.bfloat16, bits))
+            dispatch.select_implementation(operation, rows, torch.bfloat16, bits))
             for operation, bits, rows in cases)
         return 9.0 - places if last else 1.0 + places
 

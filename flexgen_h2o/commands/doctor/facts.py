@@ -156,7 +156,8 @@ def _choices() -> dict[str, str]:
     from flexgen_h2o.kernels import dispatch
     from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
 
-    return {operation: by_rows(partial(dispatch.choice, operation, dtype=torch.bfloat16))
+    return {operation: by_rows(partial(dispatch.select_implementation, operation,
+                                       dtype=torch.bfloat16))
             for operation in IMPLEMENTATIONS}
 
 
@@ -174,7 +175,7 @@ def measured_choices(offload_dir: str) -> dict[str, str] | None:
             winners = hardware.compute.implementations
             with dispatch.use_autotune_table(winners):
                 return {f"{operation}, {bits} bits": by_rows(partial(
-                    dispatch.choice, operation, dtype=torch.bfloat16, bits=bits))
+                    dispatch.select_implementation, operation, dtype=torch.bfloat16, bits=bits))
                     for operation, by_bits in winners.items() for bits in by_bits}
     return None
 

@@ -42,7 +42,7 @@ def max_expert_rows(bits: int, activation_bits: int = 16) -> int:
         return EXPERT_ROWS  # always multiplied as quantized values
     operation, kernel = ("linear", "skinny") if bits == 16 else ("linear_quantized", "codes")
     rows = 0
-    while 2 << rows <= EXPERT_ROWS and dispatch.choice(
+    while 2 << rows <= EXPERT_ROWS and dispatch.select_implementation(
             operation, 2 << rows, torch.bfloat16, bits) == kernel:
         rows += 1
     return 1 << rows if rows else 0

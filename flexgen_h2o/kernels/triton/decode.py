@@ -259,7 +259,7 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
              "CAPPED": variant.softcap > 0, "WINDOWED": eviction.window > 0}
     # A group's heads run together in `tl.dot`, or one by one. Then every head reads the cache, but
     # at the same time, and mostly from L2.
-    together = group > 1 and dispatch.gpu_choice(
+    together = group > 1 and dispatch.select_gpu_implementation(
         "decode_attention", group, q.dtype, gpu_of(q.device)) == "matrix units"
     heads, min_rows = (group, MIN_DOT_SIZE) if together else (1, 1)
     stride = (0, 0) if scores is None else scores.stride()[:2]

@@ -316,7 +316,7 @@ def _score_slots(n: int, programs: int, device: torch.device) -> int:
 def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Tensor,
            metadata: Tensor, layout: CacheLayout | None, variant: VariantArguments,
            eviction: EvictionArguments, places: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the output and written_slots slots of `decode_attention`, given the partial attention.
+    """Return the output and the written slots of `decode_attention`, given the partial attention.
 
     Arguments are those of `decode.attend_slots`.
     """

@@ -229,9 +229,9 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
                      add: bool = False) -> None:
     """Run `reference.matrix.linear_quantized`; results are deterministic.
 
-    Weights are rounded to x's dtype first where `dispatch.gpu_choice` returns "unpacked", and on
-    tensor cores with groups that these do not support (6 bits with more than 8 rows). A result with
-    bias and residual is then rounded twice.
+    Weights are rounded to x's dtype first where `dispatch.select_gpu_implementation` returns
+    "unpacked", and on tensor cores with groups that these do not support (6 bits with more than 8
+    rows). A result with bias and residual is then rounded twice.
     """
     if matrix.activation_bits != 16:
         raise ValueError("linear_quantized: a GPU rounds no activations")
@@ -241,7 +241,7 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     x = unit_stride(x)
     target = None if add else out
     operation = "linear_quantized" if layout.has_zeros else "linear_short_floats"
-    kernel = dispatch.gpu_choice(operation, len(x), x.dtype, gpu_of(x.device))
+    kernel = dispatch.select_gpu_implementation(operation, len(x), x.dtype, gpu_of(x.device))
     if kernel == "vectors" or layout.bits == 6 and len(x) <= _MAX_VECTORS:
         parts = _parts(x, data, layout)
     elif kernel == "matrix units" and tensor_cores.takes(layout):

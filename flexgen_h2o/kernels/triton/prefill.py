@@ -281,7 +281,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
                       key_lengths: Sequence[int], scores: Tensor | None, decay: float,
                       variant: VariantArguments = DEFAULT_ARGUMENTS) -> Tensor:
     """Run `reference.attention.prefill_attention`, in memory linear in the tokens."""
-    if dispatch.gpu_choice("scored_prefill", 1, q.dtype, gpu_of(q.device)) == "matmul":
+    if dispatch.select_gpu_implementation(
+            "scored_prefill", 1, q.dtype, gpu_of(q.device)) == "matmul":
         return torch_ops.blockwise_prefill_attention(q, k, v, lengths, key_lengths, scores, decay,
                                                      variant)
     out = q.new_empty(q.shape)

@@ -1,4 +1,4 @@
-"""Recall on a GPU: the key index, the choice of tokens, and attention over them.
+"""Recall on a GPU: the key index, the selection of tokens, and attention over them.
 
 `select_keys` has four launches: quantize queries, compute logits of all tokens from the index, sum
 the attention weights over a group's query heads, and select tokens by bisection as `select` does,
