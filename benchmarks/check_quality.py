@@ -71,22 +71,13 @@ MODELS: Mapping[str, ModelInWheels | None] = {
 
 @dataclass(frozen=True)
 class Mode:
-    """A configuration of `LLM`, and the bounds of its perplexity.
-
-    Attributes
-    ----------
-    arguments : mapping
-        Keywords of `LLM`.
-    bounds : mapping
-        Mode to the highest factor over that mode's perplexity: for all models, or by model.
-    long : bool
-        Whether it is measured on long texts too.
-    """
+    """A configuration of `LLM`, and the bounds of its perplexity."""
 
     name: str
-    arguments: Mapping[str, object] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)  # keywords of `LLM`
     bounds: Mapping[str, float | Mapping[str, float]] = field(default_factory=dict)
-    long: bool = False
+    """Mode to the highest factor over that mode's perplexity: for all models, or by model."""
+    long: bool = False  # whether it is measured on long texts too
 
     def limits(self, model: str) -> Iterator[tuple[str, float]]:
         """Yield (mode, highest factor) of the bounds that apply to a model."""

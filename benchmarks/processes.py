@@ -226,21 +226,13 @@ _GRACE = 10  # seconds for a stopped run to remove its offload folder
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of an engine run.
-
-    Attributes
-    ----------
-    status : str
-        `OK`, `TOO_LARGE`, `TIME` or `FAILED`.
-    reason : str
-        One line; empty if the status is `OK`.
-    row : mapping of str to str
-        The result row, with `results.CSV_COLUMNS`; empty unless the status is `OK`.
-    """
+    """Outcome of an engine run."""
 
     status: str
-    reason: str = ""
+    """`OK`, `TOO_LARGE`, `TIME` or `FAILED`."""
+    reason: str = ""  # one line; empty if the status is `OK`
     row: Mapping[str, str] = field(default_factory=dict)
+    """The result row, with `results.CSV_COLUMNS`; empty unless the status is `OK`."""
 
 
 def run_engine(config: RunConfig, *, timeout: float | None = None) -> Outcome:

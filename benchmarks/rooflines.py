@@ -34,21 +34,13 @@ class Load:
 
 @dataclass(frozen=True)
 class WorkAmount:
-    """Bytes and FLOPs of a workload.
+    """Bytes and FLOPs of a workload."""
 
-    Attributes
-    ----------
-    all_bytes, weight_bytes : int
-        All weights at rest; weights that a decode step reads (layers and head).
-    cache_bytes : float
-        Cache that a decode step reads.
-    step_flops, prefill_flops : float
-        FLOPs of a decode step and of the prefill, attention included.
-    """
-
+    # All weights at rest; weights that a decode step reads (layers and head).
     all_bytes: int
     weight_bytes: int
-    cache_bytes: float
+    cache_bytes: float  # cache that a decode step reads
+    # FLOPs of a decode step and of the prefill, attention included.
     step_flops: float
     prefill_flops: float
 

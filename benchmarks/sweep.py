@@ -56,24 +56,12 @@ NOT_SWEPT = ("config", "plan_only", "hardware", "output", "csv", "trace", "log_f
 
 @dataclass(frozen=True)
 class Cell:
-    """A point of the grid.
+    """A point of the grid."""
 
-    Attributes
-    ----------
-    sweep : str
-        The sweep's name.
-    axes : mapping of str to str
-        Each key of the grid and its value, as in the CSV file.
-    given : mapping of str to object
-        The flags of the config, with checked values.
-    config : RunConfig
-        All flags.
-    """
-
-    sweep: str
-    axes: Mapping[str, str]
-    given: Mapping[str, object]
-    config: RunConfig
+    sweep: str  # the sweep's name
+    axes: Mapping[str, str]  # each key of the grid and its value, as in the CSV file
+    given: Mapping[str, object]  # the flags of the config, with checked values
+    config: RunConfig  # all flags
 
     @property
     def label(self) -> str:

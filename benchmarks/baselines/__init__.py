@@ -22,32 +22,18 @@ NO_CUDA = "it needs CUDA, and there is no such device here"
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """Settings shared by all systems of a cell, and the options of one.
+    """Settings shared by all systems of a cell, and the options of one."""
 
-    Attributes
-    ----------
-    dtype : str
-        float32, bfloat16 or float16: weights and cache, unless the options say otherwise.
-    batch : int
-        Sequences computed together.
-    prompt_len, gen_len : int
-        Length of the longest prompt, and tokens to generate.
-    scratch : str
-        Folder for offloaded data; the caller removes it.
-    device_memory : int or None
-        Bytes of GPU memory that it may allocate; the worker enforces it.
-    options : mapping
-        Options from the config.
-    """
-
-    dtype: str
-    batch: int
+    dtype: str  # float32, bfloat16 or float16: weights and cache, unless the options say otherwise
+    batch: int  # sequences computed together
+    # Length of the longest prompt, and tokens to generate.
     prompt_len: int
     gen_len: int
-    scratch: str
+    scratch: str  # folder for offloaded data; the caller removes it
     mean_prompt_len: float
     device_memory: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    """Bytes of GPU memory that it may allocate; the worker enforces it."""
+    options: Mapping[str, Any] = field(default_factory=dict)  # options from the config
 
 
 @dataclass(frozen=True)

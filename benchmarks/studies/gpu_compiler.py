@@ -39,22 +39,15 @@ REGISTERS = 64 * KIB
 class Card:
     """Limits of a multiprocessor (CUDA C++ Programming Guide, "Technical Specifications per Compute
     Capability").
-
-    Attributes
-    ----------
-    shared, shared_of_all : int
-        Bytes of shared memory of a program, and of all programs of a multiprocessor.
-    reserved : int
-        Bytes of shared memory reserved by the system for each program.
-    warps, programs : int
-        Maximum on a multiprocessor.
     """
 
     name: str
     gpu: GPU
+    # Bytes of shared memory of a program, and of all programs of a multiprocessor.
     shared: int
     shared_of_all: int
-    reserved: int
+    reserved: int  # bytes of shared memory reserved by the system for each program
+    # Maximum on a multiprocessor.
     warps: int
     programs: int
 

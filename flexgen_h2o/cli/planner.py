@@ -63,26 +63,14 @@ RECALL_PERPLEXITY = 1.04
 
 @dataclass(frozen=True)
 class PlanSubject:
-    """The machine and the model of a plan.
-
-    Attributes
-    ----------
-    limits : MemoryLimits
-        Memory that the run may take.
-    itemsize : int
-        Bytes of an element that is not quantized.
-    weights : callable (bits) -> WeightOptions
-        Returns the weight format for a bit width.
-    draft : DraftModel or None
-        The model of `--draft-model`.
-    """
+    """The machine and the model of a plan."""
 
     hardware: Hardware
-    limits: MemoryLimits
+    limits: MemoryLimits  # memory that the run may take
     model: ModelConfig
-    itemsize: int
-    weights: Callable[[int | str], WeightOptions]
-    draft: DraftModel | None = None
+    itemsize: int  # bytes of an element that is not quantized
+    weights: Callable[[int | str], WeightOptions]  # returns the weight format for a bit width
+    draft: DraftModel | None = None  # the model of `--draft-model`
 
 
 @dataclass(frozen=True)
@@ -98,30 +86,15 @@ class RecallProposal:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of planning.
+    """The result of planning."""
 
-    Attributes
-    ----------
-    config : RunConfig
-        The chosen policy in place of `auto`, without flags of the search.
-    best : PlanCandidate
-        The run of that config, with its predicted times.
-    implementations : AutotuneTable
-        The machine's fastest kernels.
-    text : str
-        To print.
-    bounds : tuple of int or None
-        Layer bounds of the ranks in a pipeline (see `Stage.for_rank`).
-    recall : RecallProposal or None
-        For a full cache that is not all in the fastest memory.
-    """
-
-    config: RunConfig
-    best: PlanCandidate
-    implementations: AutotuneTable
-    text: str
+    config: RunConfig  # the chosen policy in place of `auto`, without flags of the search
+    best: PlanCandidate  # the run of that config, with its predicted times
+    implementations: AutotuneTable  # the machine's fastest kernels
+    text: str  # to print
     bounds: tuple[int, ...] | None = None
-    recall: RecallProposal | None = None
+    """Layer bounds of the ranks in a pipeline (see `Stage.for_rank`)."""
+    recall: RecallProposal | None = None  # for a full cache that is not all in the fastest memory
 
 
 def plan(config: RunConfig, load: Workload, prompts: int | None,

@@ -20,23 +20,15 @@ plan does not include them."""
 
 @dataclass(frozen=True)
 class ReplicaResources:
-    """Resources of one replica, as Ray counts them.
-
-    Attributes
-    ----------
-    memory : int
-        Bytes of host memory, including the process itself. Ray only places replicas by it; the
-        engine's `memory_limit`, which is `planned_bytes`, enforces it.
-    num_cpus : int
-        CPU threads.
-    accelerator_type : str or None
-        A kind of GPU, as Ray names it.
-    """
+    """Resources of one replica, as Ray counts them."""
 
     memory: int
+    """Bytes of host memory, including the process itself. Ray only places replicas by it; the
+    engine's `memory_limit`, which is `planned_bytes`, enforces it."""
     num_cpus: int = 1
+    """CPU threads."""
     num_gpus: int = 0
-    accelerator_type: str | None = None
+    accelerator_type: str | None = None  # a kind of GPU, as Ray names it
 
     @property
     def planned_bytes(self) -> int:

@@ -221,26 +221,16 @@ class Printer:
 
 @dataclass(frozen=True)
 class Answer:
-    """One turn and its answer.
-
-    Attributes
-    ----------
-    position : int
-        Tokens of the stream before the turn.
-    cached_tokens : int
-        Cached tokens after the turn, in the layer with the largest cache.
-    process_bytes : int
-        Resident memory.
-    """
+    """One turn and its answer."""
 
     turn: Turn
     text: str
     finish_reason: str
-    position: int
+    position: int  # tokens of the stream before the turn
     prompt_tokens: int
     generated_tokens: int
-    cached_tokens: int
-    process_bytes: int
+    cached_tokens: int  # cached tokens after the turn, in the layer with the largest cache
+    process_bytes: int  # resident memory
     stats: RunStats
 
     def figures(self) -> dict[str, object]:

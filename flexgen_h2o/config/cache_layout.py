@@ -39,17 +39,10 @@ class GroupLayout:
     An element is ``zero + scale * code``.
 
     Raises `UserError` if the length is odd, or `bits` is not 4 or 8.
-
-    Parameters
-    ----------
-    length : int
-        Elements of the vector; even.
-    bits : int
-        4 or 8.
     """
 
-    length: int
-    bits: int
+    length: int  # elements of the vector; even
+    bits: int  # 4 or 8
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -154,23 +147,14 @@ class CacheOptions:
     """Storage options of the cache.
 
     Raises `UserError` if values are out of range, or options cannot be combined.
-
-    Attributes
-    ----------
-    h2o : H2OConfig or None
-        None: the full cache.
-    bits : int
-        Bits of keys and values: 16 (the run's dtype), 8 or 4. If `key_bits` and `value_bits`
-        differ, it becomes their mean.
-    attn_sparsity : float
-        The fraction of values that a new token reads.
-    key_bits, value_bits : int or None
-        None: `bits`.
     """
 
-    h2o: H2OConfig | None = None
+    h2o: H2OConfig | None = None  # None: the full cache
     bits: int = 16
-    attn_sparsity: float = 1.0
+    """Bits of keys and values: 16 (the run's dtype), 8 or 4. If `key_bits` and `value_bits` differ,
+    it becomes their mean."""
+    attn_sparsity: float = 1.0  # the fraction of values that a new token reads
+    # None: `bits`.
     key_bits: int | None = None
     value_bits: int | None = None
 
@@ -263,17 +247,10 @@ class IndexLayout:
     An element is ``zero + scale * code``. Groups are as in `GroupLayout`.
 
     Raises `UserError` if `bits` is not 4 or 2, or groups do not fill whole bytes.
-
-    Parameters
-    ----------
-    length : int
-        Elements of a key.
-    bits : int
-        4 or 2.
     """
 
-    length: int
-    bits: int
+    length: int  # elements of a key
+    bits: int  # 4 or 2
 
     def __post_init__(self) -> None:
         if self.bits not in INDEX_BITS:
@@ -328,18 +305,11 @@ class PageLayout:
     A page holds the keys and values of adjacent tokens of one KV head, padded to a multiple of
     `PAGE` bytes; key and value of a token are adjacent. The pages of a head are contiguous in token
     order, because the misses of a head are often close together.
-
-    Attributes
-    ----------
-    token_bytes : int
-        Bytes of key and value of a token of one head.
-    slots : int
-        Maximum tokens of a sequence.
     """
 
     kv_heads: int
-    token_bytes: int
-    slots: int
+    token_bytes: int  # bytes of key and value of a token of one head
+    slots: int  # maximum tokens of a sequence
 
     @property
     def page_tokens(self) -> int:

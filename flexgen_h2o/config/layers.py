@@ -19,25 +19,16 @@ class AttentionVariant:
     A logit is ``q . k * scale``; a soft cap makes it ``softcap * tanh(logit / softcap)``.
 
     Raises `UserError` for a value of a wrong type or range.
-
-    Attributes
-    ----------
-    scale : float or None
-        None: 1 / sqrt(head_dim).
-    softcap : float
-        Bound of the magnitude of logits (Gemma 2, arXiv 2408.00118); 0: no cap.
-    window : int or None
-        A query at position p sees the keys at positions above p - window, itself included: at
-        least 2. None: all before it.
-    sinks : bool
-        A learned logit of each query head joins the softmax's denominator, and no value goes with
-        it (gpt-oss): the weight of that short name, [heads].
     """
 
-    scale: float | None = None
-    softcap: float = 0.0
+    scale: float | None = None  # None: 1 / sqrt(head_dim)
+    softcap: float = 0.0  # bound of the magnitude of logits (Gemma 2, arXiv 2408.00118); 0: no cap
     window: int | None = None
+    """A query at position p sees the keys at positions above p - window, itself included: at least
+    2. None: all before it."""
     sinks: bool = False
+    """A learned logit of each query head joins the softmax's denominator, and no value goes with it
+    (gpt-oss): the weight of that short name, [heads]."""
 
     def __post_init__(self) -> None:
         if self.scale is not None and not (math.isfinite(self.scale) and self.scale > 0):
@@ -64,29 +55,15 @@ class LatentConfig:
     Keys and values of all heads are linear maps of one latent per token. The maps of keys are
     absorbed by the queries, and those of values by the output: the cache has one KV head, whose key
     is the rotated key that all heads share and then the latent. The latent is also the value.
-
-    Attributes
-    ----------
-    rank : int
-        Elements of the latent.
-    rope_dim : int
-        Elements of a head's queries and keys that rotate.
-    nope_dim : int
-        The other elements of a head's queries and keys.
-    value_dim : int
-        Elements of a head's values.
-    query_rank : int
-        Width of the latent of queries; 0: queries are projected from the hidden states.
-    interleaved : bool
-        Pairs of rotated elements are adjacent in a checkpoint's matrices.
     """
 
-    rank: int
-    rope_dim: int
-    nope_dim: int
-    value_dim: int
+    rank: int  # elements of the latent
+    rope_dim: int  # elements of a head's queries and keys that rotate
+    nope_dim: int  # the other elements of a head's queries and keys
+    value_dim: int  # elements of a head's values
     query_rank: int = 0
-    interleaved: bool = True
+    """Width of the latent of queries; 0: queries are projected from the hidden states."""
+    interleaved: bool = True  # pairs of rotated elements are adjacent in a checkpoint's matrices
 
     @property
     def key_dim(self) -> int:
@@ -105,22 +82,15 @@ class RecurrentConfig:
 
     The state of a sequence in a layer has a constant size: the last ``kernel - 1`` inputs of a
     causal convolution, and a matrix [key_dim, value_dim] of each value head.
-
-    Attributes
-    ----------
-    key_heads, value_heads : int
-        Each query and key head serves value_heads / key_heads consecutive value heads.
-    key_dim, value_dim : int
-        Widths of a key and of a value head.
-    kernel : int
-        Width of the convolution.
     """
 
+    # Each query and key head serves value_heads / key_heads consecutive value heads.
     key_heads: int
     value_heads: int
+    # Widths of a key and of a value head.
     key_dim: int
     value_dim: int
-    kernel: int
+    kernel: int  # width of the convolution
 
     @property
     def value_size(self) -> int:
@@ -158,35 +128,21 @@ class RouterConfig:
     """How a token's experts are chosen: see `kernels.reference.layers.route`.
 
     Raises `UserError` for a value out of range.
-
-    Attributes
-    ----------
-    scoring : str
-        One of `SCORINGS`: the function from a router's logits to scores. "sparsemixer" (arXiv
-        2409.12136) chooses one expert after the other; it has no use for the other options.
-    normalize : bool
-        Divide the scores of a token's experts by their sum.
-    min_sum : float
-        Lower limit of that sum.
-    scale : float
-        Factor of the weights.
-    groups, groups_per_token : int
-        Number of expert groups of equal size, and the number of groups that a token may choose
-        experts from (arXiv 2412.19437, section 2.1.2).
-    group_experts : int
-        The best experts of a group whose scores are summed to rank the group.
-    jitter : float
-        "sparsemixer": experts compete if their logits differ by less than twice this share.
     """
 
     scoring: str = "softmax"
-    normalize: bool = True
-    min_sum: float = 1e-20
-    scale: float = 1.0
+    """One of `SCORINGS`: the function from a router's logits to scores. "sparsemixer" (arXiv
+    2409.12136) chooses one expert after the other; it has no use for the other options."""
+    normalize: bool = True  # divide the scores of a token's experts by their sum
+    min_sum: float = 1e-20  # lower limit of that sum
+    scale: float = 1.0  # factor of the weights
+    # Number of expert groups of equal size, and the number of groups that a token may choose
+    # experts from (arXiv 2412.19437, section 2.1.2).
     groups: int = 1
     groups_per_token: int = 1
-    group_experts: int = 2
+    group_experts: int = 2  # the best experts of a group whose scores are summed to rank the group
     jitter: float = 0.01
+    """With "sparsemixer", experts compete if their logits differ by less than twice this share."""
 
     def __post_init__(self) -> None:
         if self.scoring not in SCORINGS:
@@ -203,32 +159,19 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The mixture of experts that is the MLP of decoder layers (arXiv 1701.06538).
+    """The mixture of experts that is the MLP of decoder layers (arXiv 1701.06538)."""
 
-    Attributes
-    ----------
-    count : int
-        Experts of a layer.
-    per_token : int
-        Experts that a token is routed to.
-    ffn_size : int
-        Intermediate size of an expert.
-    shared_ffn_size : int
-        Intermediate size of the shared expert; 0: there is none. Several are one of their total
-        size.
-    scale_inputs : bool
-        Llama 4: a token's routing weight multiplies the input of its only expert, instead of the
-        output.
-    gate_slope, gate_limit : float
-        gpt-oss: the activation is ``x * sigmoid(gate_slope * x)`` with x clamped to `gate_limit`.
-    """
-
-    count: int
-    per_token: int
-    ffn_size: int
+    count: int  # experts of a layer
+    per_token: int  # experts that a token is routed to
+    ffn_size: int  # intermediate size of an expert
     router: RouterConfig = RouterConfig()
     shared_ffn_size: int = 0
+    """Intermediate size of the shared expert; 0: there is none. Several are one of their total
+    size."""
     scale_inputs: bool = False
+    """Llama 4: a token's routing weight multiplies the input of its only expert, instead of the
+    output."""
+    # gpt-oss: the activation is ``x * sigmoid(gate_slope * x)`` with x clamped to `gate_limit`.
     gate_slope: float = 1.0
     gate_limit: float = 0.0
 
@@ -274,29 +217,16 @@ class ExpertChoices:
     The tokens of one text prefer some experts. The last three counts measure this preference on
     prompts. They are sums over prompts and over layers with experts; a prompt in chunks counts with
     its first chunk, and prompts with a common prefix with that prefix.
-
-    Attributes
-    ----------
-    counts : tuple of tuple of int
-        Tokens that chose each expert, by decoder layer; empty for a layer without experts.
-    per_token : int
-        Experts per token.
-    texts : int
-        Number of prompts.
-    text_tokens : int
-        Tokens of these prompts.
-    text_experts : int
-        Different experts that each prompt chose.
-    source : str
-        The file of the counts, for messages and flags.
     """
 
     counts: tuple[tuple[int, ...], ...] = field(repr=False)
-    per_token: int
-    texts: int = 0
-    text_tokens: int = 0
-    text_experts: int = 0
+    """Tokens that chose each expert, by decoder layer; empty for a layer without experts."""
+    per_token: int  # experts per token
+    texts: int = 0  # number of prompts
+    text_tokens: int = 0  # tokens of these prompts
+    text_experts: int = 0  # different experts that each prompt chose
     source: str = field(default="", compare=False)
+    """The file of the counts, for messages and flags."""
 
     def __add__(self, other: ExpertChoices) -> ExpertChoices:
         """Return the sum of two runs of a model."""

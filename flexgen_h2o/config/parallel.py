@@ -75,18 +75,12 @@ class Stage:
     """The layers that one rank of a pipeline computes.
 
     The first stage includes the embedding, and the last stage the head.
-
-    Attributes
-    ----------
-    first, last : int
-        The decoder layers first:last.
-    num_layers : int
-        Decoder layers of the model.
     """
 
+    # The decoder layers first:last.
     first: int
     last: int
-    num_layers: int
+    num_layers: int  # decoder layers of the model
     rank: int = 0
     ranks: int = 1
 

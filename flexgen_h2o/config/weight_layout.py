@@ -73,25 +73,15 @@ class MatrixLayout:
     11 to 14 of word 2.
 
     Raises `UserError` if bits or group are not supported, or the matrix is empty.
-
-    Parameters
-    ----------
-    bits : int
-        4, 6, 8 or 12.
-    group : int
-        Inputs that share a scale and a zero point; a multiple of 8, with 6 bits of 16.
-    mxfp4 : bool
-        Whether elements are MXFP4: 4 bits in groups of 32.
-    compact : bool
-        Whether scales and zero points have 8 bits each; 4 bits only.
     """
 
     outputs: int
     inputs: int
-    bits: int
+    bits: int  # 4, 6, 8 or 12
     group: int = GROUP_SIZE
-    mxfp4: bool = False
-    compact: bool = False
+    """Inputs that share a scale and a zero point; a multiple of 8, with 6 bits of 16."""
+    mxfp4: bool = False  # whether elements are MXFP4: 4 bits in groups of 32
+    compact: bool = False  # whether scales and zero points have 8 bits each; 4 bits only
 
     def __post_init__(self) -> None:
         if self.compact and (self.bits != 4 or self.mxfp4):
@@ -157,31 +147,17 @@ class MatrixLayout:
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """Storage options of a model's matrices. Vectors have the run's dtype.
+    """Storage options of a model's matrices. Vectors have the run's dtype."""
 
-    Attributes
-    ----------
-    bits : int
-        16 (the run's dtype), 12, 8 or 4.
-    group : int
-        Inputs that share a scale, unless `bits` is 16.
-    mxfp4 : frozenset of (outputs, inputs)
-        Shapes of the matrices in MXFP4, with 4 bits.
-    activation_bits : int
-        Bit width of activations in matmuls with 8- and 4-bit weights: 16 (not quantized) or 8.
-    layouts : mapping of str to MatrixLayout
-        Layouts of single matrices by name. If there are any, the other matrices have the run's
-        dtype. With `bits` of 16 these are the layouts of the values of a GGUF file.
-    unquantized_shapes : tuple of (outputs, inputs)
-        Shapes of the other matrices.
-    """
-
-    bits: int = 16
-    group: int = GROUP_SIZE
-    mxfp4: frozenset[tuple[int, ...]] = frozenset()
+    bits: int = 16  # 16 (the run's dtype), 12, 8 or 4
+    group: int = GROUP_SIZE  # inputs that share a scale, unless `bits` is 16
+    mxfp4: frozenset[tuple[int, ...]] = frozenset()  # shapes of the matrices in MXFP4, with 4 bits
     activation_bits: int = 16
+    """Bit width of activations in matmuls with 8- and 4-bit weights: 16 (not quantized) or 8."""
     layouts: Mapping[str, MatrixLayout] = field(default_factory=dict, hash=False)
-    unquantized_shapes: tuple[tuple[int, int], ...] = ()
+    """Layouts of single matrices by name. If there are any, the other matrices have the run's
+    dtype. With `bits` of 16 these are the layouts of the values of a GGUF file."""
+    unquantized_shapes: tuple[tuple[int, int], ...] = ()  # shapes of the other matrices
 
     @property
     def weight_bits(self) -> int | str:
@@ -296,25 +272,16 @@ class GGMLType:
 
     Source: ggml.h and ggml-common.h of llama.cpp. The gguf package has the same sizes, but imports
     numpy.
-
-    Attributes
-    ----------
-    name : str
-        llama.cpp's name, such as "Q4_K".
-    elements, nbytes : int
-        Elements and bytes of a block.
-    bits, group : int
-        The narrowest `MatrixLayout` that holds the codes; 16 and 0 for types without codes.
-    number : int
-        The number of the type in a file.
     """
 
-    name: str
+    name: str  # llama.cpp's name, such as "Q4_K"
+    # Elements and bytes of a block.
     elements: int
     nbytes: int
+    # The narrowest `MatrixLayout` that holds the codes; 16 and 0 for types without codes.
     bits: int = 16
     group: int = 0
-    number: int = 0
+    number: int = 0  # the number of the type in a file
 
     def layout(self, outputs: int, inputs: int) -> MatrixLayout | None:
         """Return the layout that keeps the codes of a matrix; None for a type without codes."""

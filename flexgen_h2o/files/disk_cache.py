@@ -49,16 +49,11 @@ def cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """A cache folder of converted copies.
-
-    Attributes
-    ----------
-    advice : str
-        What to do if it cannot be written, for error messages: continues "free some or ...".
-    """
+    """A cache folder of converted copies."""
 
     root: Path
     advice: str
+    """What to do if it cannot be written, for error messages: continues "free some or ..."."""
 
 
 def build_once(
@@ -246,29 +241,17 @@ def use(entry: Path) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """A copy, measured rates, or counts of experts, in the cache.
-
-    Attributes
-    ----------
-    kind : str
-        One of `KINDS`.
-    model, form : str
-        The model, and the format that it was converted to.
-    sources : tuple of str
-        Files or folders that it was made from. Empty: it does not say.
-    nbytes : int
-        Disk space.
-    used : float
-        Time of the last use, in seconds since the epoch.
-    """
+    """A copy, measured rates, or counts of experts, in the cache."""
 
     path: Path
-    kind: str
+    kind: str  # one of `KINDS`
+    # The model, and the format that it was converted to.
     model: str
     form: str
     sources: tuple[str, ...]
-    nbytes: int
-    used: float
+    """Files or folders that it was made from. Empty: it does not say."""
+    nbytes: int  # disk space
+    used: float  # time of the last use, in seconds since the epoch
 
     @property
     def in_use(self) -> bool:

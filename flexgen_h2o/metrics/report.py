@@ -165,38 +165,20 @@ Spans = Sequence[tuple[str, str, float, float, int]]
 
 @dataclass(frozen=True)
 class LaneTime:
-    """Time of a lane in a phase.
+    """Time of a lane in a phase."""
 
-    Attributes
-    ----------
-    busy : float
-        Seconds in the union of its spans.
-    alone : float
-        Seconds in which no other lane was busy: its time that nothing hides.
-    nbytes : float
-        Bytes moved; a transfer partly in the phase counts by its share of the time.
-    """
-
-    busy: float
-    alone: float
-    nbytes: float
+    busy: float  # seconds in the union of its spans
+    alone: float  # seconds in which no other lane was busy: its time that nothing hides
+    nbytes: float  # bytes moved; a transfer partly in the phase counts by its share of the time
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Time of one phase, over all blocks.
-
-    Attributes
-    ----------
-    wall : float
-        Seconds of the phase.
-    idle : float
-        Seconds in which no lane was busy.
-    """
+    """Time of one phase, over all blocks."""
 
     name: str
-    wall: float
-    idle: float
+    wall: float  # seconds of the phase
+    idle: float  # seconds in which no lane was busy
     lanes: dict[str, LaneTime]
 
     def bound(self) -> str:

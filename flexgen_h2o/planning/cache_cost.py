@@ -32,25 +32,13 @@ MIN_RATIO = 0.1
 
 @dataclass(frozen=True)
 class RecalledTokens:
-    """Cached and selected tokens of a sequence in one layer.
+    """Cached and selected tokens of a sequence in one layer."""
 
-    Attributes
-    ----------
-    selected : float
-        Tokens that a new token attends to.
-    cached : float
-        Tokens that they are selected from.
-    record : float
-        Bytes of a token's key and value, all KV heads together.
-    held : float
-        Tokens per KV head in the hot set, for a cache on a slower tier.
-    """
-
-    selected: float
-    cached: float
+    selected: float  # tokens that a new token attends to
+    cached: float  # tokens that they are selected from
     kv_heads: int
-    record: float
-    held: float = 0.0
+    record: float  # bytes of a token's key and value, all KV heads together
+    held: float = 0.0  # tokens per KV head in the hot set, for a cache on a slower tier
 
 
 def recall_seconds(rates: ComputeRates | HostAttentionRates, recall: RecallRates,

@@ -156,53 +156,29 @@ SHORT_PROMPTS = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and times of the measurements; the defaults suit a CPU.
+    """Sizes and times of the measurements; the defaults suit a CPU."""
 
-    Attributes
-    ----------
-    matrix : (outputs, inputs)
-        Size of the matrices of matmuls.
-    rows : tuple of int
-        Rows of matmuls.
-    rotated : int
-        Bytes of all copies that are cycled through, at least.
-    heads, head_dim : int
-        Size of the heads in attention.
-    prompts : (sequences, tokens of each)
-        Size of a prefill.
-    sequences : int
-        Sequences of a decode step.
-    slots : (few, many)
-        Slots per sequence of two decode steps, whose difference separates bytes from overhead.
-    recalled : (few, many)
-        Tokens per sequence of decode steps with recall, which select a quarter of the few or the
-        many.
-    hidden, layer_rows : int
-        Size of a decoder layer. Its activations must exceed the caches, as in a run, and its
-        matmuls must not hide the rest.
-    scratch : int
-        Bytes of the file that is written and read.
-    copied : int
-        Bytes of a copy to a GPU.
-    seconds : float
-        Approximate time of a measurement without its warm-up.
-    """
-
-    matrix: tuple[int, int] = (4096, 4096)
-    rows: tuple[int, ...] = ROWS
-    rotated: int = 256 << 20
+    matrix: tuple[int, int] = (4096, 4096)  # size of the matrices of matmuls
+    rows: tuple[int, ...] = ROWS  # rows of matmuls
+    rotated: int = 256 << 20  # bytes of all copies that are cycled through, at least
+    # Size of the heads in attention.
     heads: int = 32
     head_dim: int = 128
-    prompts: tuple[int, int] = (4, 512)
-    sequences: int = 16
+    prompts: tuple[int, int] = (4, 512)  # size of a prefill
+    sequences: int = 16  # sequences of a decode step
     slots: tuple[int, int] = (128, 1024)
+    """Slots per sequence of two decode steps, whose difference separates bytes from overhead."""
     recalled: tuple[int, int] = (1024, 4096)
+    """Tokens per sequence of decode steps with recall, which select a quarter of the few or the
+    many."""
+    # Size of a decoder layer. Its activations must exceed the caches, as in a run, and its matmuls
+    # must not hide the rest.
     hidden: int = 1024
     layer_rows: int = 2048
     logits: tuple[int, int] = (64, 50272)
-    scratch: int = 1 << 30
-    copied: int = 256 << 20
-    seconds: float = 0.4
+    scratch: int = 1 << 30  # bytes of the file that is written and read
+    copied: int = 256 << 20  # bytes of a copy to a GPU
+    seconds: float = 0.4  # approximate time of a measurement without its warm-up
 
     @classmethod
     def for_device(cls, device: Device) -> Sizes:

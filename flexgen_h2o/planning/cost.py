@@ -54,22 +54,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted times of a block.
-
-    Attributes
-    ----------
-    step : Phase
-        An average decode step.
-    steps : int
-        Number of decode steps.
-    generated : int
-        Generated tokens of all sequences.
-    """
+    """Predicted times of a block."""
 
     prefill: Phase
-    step: Phase
-    steps: int
-    generated: int
+    step: Phase  # an average decode step
+    steps: int  # number of decode steps
+    generated: int  # generated tokens of all sequences
 
     @property
     def seconds(self) -> float:

@@ -24,22 +24,13 @@ the constant."""
 
 @dataclass(frozen=True)
 class LayerStepCost:
-    """One kind of layer step of the schedule, for all batches of a block.
+    """One kind of layer step of the schedule, for all batches of a block."""
 
-    Attributes
-    ----------
-    count : float
-        Number of these layer steps in a phase.
-    lanes : float array [lanes, TERMS]
-        Seconds of each lane. Lanes run in parallel, so that the step takes as long as the slowest
-        one. Interference between lanes is included.
-    seconds : float array [RESOURCES, TERMS]
-        Seconds of each resource without interference.
-    """
-
-    count: float
+    count: float  # number of these layer steps in a phase
     lanes: np.ndarray
-    seconds: np.ndarray
+    """Seconds of each lane. Lanes run in parallel, so that the step takes as long as the slowest
+    one. Interference between lanes is included."""
+    seconds: np.ndarray  # seconds of each resource without interference
 
     def elapsed(self, shares: np.ndarray) -> np.ndarray:
         """Return the seconds in the phase for `shares` [TERMS], or [TERMS, n] for n placements."""

@@ -28,55 +28,37 @@ from flexgen_h2o.metrics.trace import GB, LINKS
 
 @dataclass(frozen=True)
 class ComputeRates:
-    """Rates of the compute device.
-
-    Attributes
-    ----------
-    linear : mapping of bits to mapping of rows to float
-        Seconds of matmuls with a billion weights, by bits of a weight (16, 8, 4, and 12 where it
-        was measured) and rows. Weights are far larger than the caches. Between two row counts it is
-        interpolated; above the largest it is proportional to the rows.
-    prefill_attention : mapping of "plain" and "scored" to float
-        FLOP/s of causal attention over a prompt (4 x head_dim per visible pair of query and key),
-        without and with scores.
-    decode_attention : mapping of bits to float
-        Bytes of KV entries per second that decode attention reads from this device's memory, for a
-        cache of 16, 8 or 4 bits.
-    head_seconds : float
-        Overhead of decode attention per sequence and KV head.
-    elementwise : float
-        Seconds of a decoder layer's norms, activations, residuals and copies, per billion elements
-        of its hidden states (rows x hidden size), at hundreds of rows or more.
-    layer_seconds : float
-        Overhead of a decoder layer per GPU batch.
-    logit_seconds : float
-        Seconds to choose the next token, per billion logits (sequences x vocabulary).
-    implementations : mapping of operation to mapping of bits to mapping of rows to str
-        Autotune table: the fastest implementations, where there is a choice.
-    rounded_linear : mapping of bits to mapping of rows to float
-        As `linear`, for matmuls with activations quantized to 8 bits; empty where not measured.
-    captured_layer_seconds : float or None
-        As `layer_seconds`, for captured and replayed decode steps (`engine.captured_step`); None
-        where nothing is captured.
-    query_seconds : mapping of "plain" and "scored" to float
-        Overhead of prefill attention per query and head; empty where not measured.
-    caching : mapping of bits to float
-        Seconds to select, quantize and copy a billion elements of a prompt's keys and values into a
-        cache of 16, 8 or 4 bits; empty where not measured.
-    """
+    """Rates of the compute device."""
 
     linear: Mapping[int, Mapping[int, float]]
+    """Seconds of matmuls with a billion weights, by bits of a weight (16, 8, 4, and 12 where it was
+    measured) and rows. Weights are far larger than the caches. Between two row counts it is
+    interpolated; above the largest it is proportional to the rows."""
     prefill_attention: Mapping[str, float]
+    """FLOP/s of causal attention over a prompt (4 x head_dim per visible pair of query and key),
+    without and with scores."""
     decode_attention: Mapping[int, float]
-    head_seconds: float
+    """Bytes of KV entries per second that decode attention reads from this device's memory, for a
+    cache of 16, 8 or 4 bits."""
+    head_seconds: float  # overhead of decode attention per sequence and KV head
     elementwise: float
-    layer_seconds: float
+    """Seconds of a decoder layer's norms, activations, residuals and copies, per billion elements
+    of its hidden states (rows x hidden size), at hundreds of rows or more."""
+    layer_seconds: float  # overhead of a decoder layer per GPU batch
     logit_seconds: float
+    """Seconds to choose the next token, per billion logits (sequences x vocabulary)."""
     implementations: AutotuneTable = field(default_factory=dict)
+    """Autotune table: the fastest implementations, where there is a choice."""
     rounded_linear: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    """As `linear`, for matmuls with activations quantized to 8 bits; empty where not measured."""
     captured_layer_seconds: float | None = None
+    """As `layer_seconds`, for captured and replayed decode steps (`engine.captured_step`); None
+    where nothing is captured."""
     query_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Overhead of prefill attention per query and head; empty where not measured."""
     caching: Mapping[int, float] = field(default_factory=dict)
+    """Seconds to select, quantize and copy a billion elements of a prompt's keys and values into a
+    cache of 16, 8 or 4 bits; empty where not measured."""
 
     def linear_table(self, bits: int, activation_bits: int = 16) -> Mapping[int, float]:
         """Return the seconds of matmuls with a billion weights, by rows.
@@ -106,71 +88,49 @@ class RecallRates:
     `calibrate` measures the first three. The defaults are fitted to measurements on one CPU (an
     EPYC with AVX2) and of one model on one disk (smollm2); tests check them against rows in
     benchmarks/results.
-
-    Attributes
-    ----------
-    index_cost : float
-        Time per byte of the key index over time per byte of a 16-bit cache. The index is read
-        sequentially, but a byte has two or four quantized values.
-    gather_cost : float
-        Time to read a selected key or value over time to read it sequentially: no hardware prefetch
-        helps.
-    call_overhead : float
-        Overhead per KV head over `head_seconds`: index, select and attend are separate calls.
-    miss_factor : float
-        Factor m of the miss rate m * (1 - s) ** 1.5 / s ** 0.5, where s is the share of a cache's
-        tokens in the hot set.
-    fetch_overhead : float
-        Overhead per layer and GPU batch of reads from disk, over `layer_seconds`.
     """
 
     index_cost: float = 1.5
+    """Time per byte of the key index over time per byte of a 16-bit cache. The index is read
+    sequentially, but a byte has two or four quantized values."""
     gather_cost: float = 3
+    """Time to read a selected key or value over time to read it sequentially: no hardware prefetch
+    helps."""
     call_overhead: float = 2.5
+    """Overhead per KV head over `head_seconds`: index, select and attend are separate calls."""
     miss_factor: float = 0.035
+    """Factor m of the miss rate m * (1 - s) ** 1.5 / s ** 0.5, where s is the share of a cache's
+    tokens in the hot set."""
     fetch_overhead: float = 5
+    """Overhead per layer and GPU batch of reads from disk, over `layer_seconds`."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine.
-
-    Attributes
-    ----------
-    gpu_bytes : int or None
-        Memory of the GPU; None where the CPU computes, in host memory.
-    cpu_bytes, disk_bytes : int
-        Host memory and disk space that a run may use.
-    links : mapping of str to float
-        Bytes per second of each of `trace.LINKS`; without a GPU only the links of the disk.
-    host_attention : HostAttentionRates or None
-        Only on a machine with a GPU.
-    interference : float
-        Slowdown of overlapping work: the busiest resource takes longer by this share, 0 to 1, of
-        the time of the others.
-    read_interference : float
-        The same share for compute during reads from disk, if larger: a CPU that computes also
-        serves the disk.
-    fetch_seconds, fetch_head_seconds : float
-        On a machine without a GPU, CPU time per layer and GPU batch of a decode step with a cache
-        on disk, and per sequence and KV head: it orders transfers, applies pending writes and
-        records new ones. Compute waits for it.
-    recall : RecallRates
-        Rates of recall on this machine's CPU, with or without a GPU.
-    """
+    """A machine."""
 
     name: str
-    gpu_bytes: int | None
+    gpu_bytes: int | None  # memory of the GPU; None where the CPU computes, in host memory
+    # Host memory and disk space that a run may use.
     cpu_bytes: int
     disk_bytes: int
     links: Mapping[str, float]
+    """Bytes per second of each of `trace.LINKS`; without a GPU only the links of the disk."""
     compute: ComputeRates
-    host_attention: HostAttentionRates | None = None
+    host_attention: HostAttentionRates | None = None  # only on a machine with a GPU
     interference: float = 0.0
+    """Slowdown of overlapping work: the busiest resource takes longer by this share, 0 to 1, of the
+    time of the others."""
     read_interference: float = 0.0
+    """The same share for compute during reads from disk, if larger: a CPU that computes also serves
+    the disk."""
+    # On a machine without a GPU, CPU time per layer and GPU batch of a decode step with a cache on
+    # disk, and per sequence and KV head: it orders transfers, applies pending writes and records
+    # new ones. Compute waits for it.
     fetch_seconds: float = 0.0
     fetch_head_seconds: float = 0.0
     recall: RecallRates = RecallRates()
+    """Rates of recall on this machine's CPU, with or without a GPU."""
 
     @property
     def has_gpu(self) -> bool:

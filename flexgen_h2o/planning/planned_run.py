@@ -163,37 +163,20 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run whose memory and time are predicted.
-
-    Attributes
-    ----------
-    workload : Workload
-        Lengths and batch sizes of the largest block.
-    itemsize : int
-        Bytes of an element that is not quantized.
-    has_gpu : bool
-        Compute memory is separate from host memory.
-    writes_weights : bool
-        Weights on the disk tier are written there; otherwise they are read from the checkpoint.
-    stage : Stage or None
-        The pipeline stage, if the run is the part of one rank.
-    groups : int
-        Groups of a block's batches in a pipeline.
-    draft : DraftModel or None
-        The policy's draft model.
-    """
+    """A run whose memory and time are predicted."""
 
     model: ModelConfig
     policy: Policy
-    workload: Workload
-    itemsize: int
-    has_gpu: bool
+    workload: Workload  # lengths and batch sizes of the largest block
+    itemsize: int  # bytes of an element that is not quantized
+    has_gpu: bool  # compute memory is separate from host memory
     writes_weights: bool
+    """Weights on the disk tier are written there; otherwise they are read from the checkpoint."""
     cache: CacheOptions
     weights: WeightOptions = WeightOptions()
-    stage: Stage | None = None
-    groups: int = 1
-    draft: DraftModel | None = None
+    stage: Stage | None = None  # the pipeline stage, if the run is the part of one rank
+    groups: int = 1  # groups of a block's batches in a pipeline
+    draft: DraftModel | None = None  # the policy's draft model
 
     def __post_init__(self) -> None:
         h2o = add_windows(self.cache.h2o, self.model.attention)

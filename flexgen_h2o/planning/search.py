@@ -42,49 +42,29 @@ _PRUNE_RATIO = 0.9  # of the best option's throughput, which an option must reac
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Input of the policy search.
-
-    Attributes
-    ----------
-    prompt_len, gen_len : int
-        Tokens of the longest prompt, and tokens to generate.
-    itemsize : int
-        Bytes of an element that is not quantized.
-    prompts : int or None
-        Number of prompts; None: one block of them.
-    policy : Policy
-        Fixed settings: overlap, prefill_chunk and pin_weight, and cpu_cache_compute if it is on.
-    gpu_batch_size, num_gpu_batches : int or None
-        Fixed if given.
-    weights : tuple of WeightOptions
-        Weight formats to choose from.
-    caches : tuple of CacheOptions
-        Cache formats to choose from.
-    written_bits : set of int or str
-        Weight bits that are written to disk for this run (see `memory_plan`).
-    goal : str
-        "throughput": most generated tokens per second over all prompts. "latency": least time of a
-        block, which has one sequence unless batch sizes are given.
-    groups : int
-        Groups of a block's batches in a pipeline, each of which loads the weights again.
-    draft : DraftModel or None
-        The policy's draft model.
-    """
+    """Input of the policy search."""
 
     model: ModelConfig
+    # Tokens of the longest prompt, and tokens to generate.
     prompt_len: int
     gen_len: int
-    itemsize: int
-    prompts: int | None = None
+    itemsize: int  # bytes of an element that is not quantized
+    prompts: int | None = None  # number of prompts; None: one block of them
     policy: Policy = Policy()
+    """Fixed settings: overlap, prefill_chunk and pin_weight, and cpu_cache_compute if it is on."""
+    # Fixed if given.
     gpu_batch_size: int | None = None
     num_gpu_batches: int | None = None
-    weights: tuple[WeightOptions, ...] = (WeightOptions(),)
-    caches: tuple[CacheOptions, ...] = (CacheOptions(),)
+    weights: tuple[WeightOptions, ...] = (WeightOptions(),)  # weight formats to choose from
+    caches: tuple[CacheOptions, ...] = (CacheOptions(),)  # cache formats to choose from
     written_bits: frozenset[int | str] = frozenset()
+    """Weight bits that are written to disk for this run (see `memory_plan`)."""
     goal: str = "throughput"
+    """Either "throughput", the most generated tokens per second over all prompts, or "latency", the
+    least time of a block, which has one sequence unless batch sizes are given."""
     groups: int = 1
-    draft: DraftModel | None = None
+    """Groups of a block's batches in a pipeline, each of which loads the weights again."""
+    draft: DraftModel | None = None  # the policy's draft model
 
     @property
     def max_sequences(self) -> float:
@@ -110,21 +90,12 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """A run that fits, with its predicted times.
-
-    Attributes
-    ----------
-    estimate : Estimate
-        Estimate of one block.
-    sequences : int
-        Sequences of all blocks.
-    prefill_seconds, decode_seconds : float
-        Of all blocks.
-    """
+    """A run that fits, with its predicted times."""
 
     run: PlannedRun
-    estimate: Estimate
-    sequences: int
+    estimate: Estimate  # estimate of one block
+    sequences: int  # sequences of all blocks
+    # Of all blocks.
     prefill_seconds: float
     decode_seconds: float
 

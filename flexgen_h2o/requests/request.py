@@ -129,59 +129,31 @@ _MIN_TEMPERATURE = 1e-30
 
 @dataclass(frozen=True)
 class Defaults:
-    """Values of fields that a request does not give.
+    """Values of fields that a request does not give."""
 
-    Attributes
-    ----------
-    models : collection of str
-        Names of the model.
-    seed : int
-        Combined with a request's id.
-    fields : mapping
-        More fields of a body.
-    """
-
-    models: Collection[str]
+    models: Collection[str]  # names of the model
     max_tokens: int
     temperature: float = 1.0
-    seed: int = 0
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0  # combined with a request's id
+    fields: Mapping[str, Any] = field(default_factory=dict)  # more fields of a body
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A checked request.
-
-    Attributes
-    ----------
-    chat : bool
-        Whether the request is a chat, with `messages`, or a completion, with `prompts`.
-    prompts : tuple
-        Each is text or a list of token ids.
-    n : int
-        Choices of each prompt.
-    params : SamplingParams
-        With the request's seed, from which `choice_params` derives the seeds of the choices.
-    return_token_ids : bool
-        Add token ids of prompts and choices to the response.
-    clamp_new_tokens : bool
-        The request gives no length, and may end at the model's last position.
-    add_special_tokens : bool
-        Add the tokenizer's special tokens to texts.
-    echo : bool
-        The answer begins with the prompt.
-    """
+    """A checked request."""
 
     custom_id: str
-    chat: bool
+    chat: bool  # whether the request is a chat, with `messages`, or a completion, with `prompts`
     messages: tuple[Mapping[str, str], ...]
-    prompts: tuple[str | list[int], ...]
-    n: int
+    prompts: tuple[str | list[int], ...]  # each is text or a list of token ids
+    n: int  # choices of each prompt
     params: SamplingParams
-    return_token_ids: bool = False
+    """With the request's seed, from which `choice_params` derives the seeds of the choices."""
+    return_token_ids: bool = False  # add token ids of prompts and choices to the response
     clamp_new_tokens: bool = False
-    add_special_tokens: bool = True
-    echo: bool = False
+    """The request gives no length, and may end at the model's last position."""
+    add_special_tokens: bool = True  # add the tokenizer's special tokens to texts
+    echo: bool = False  # the answer begins with the prompt
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def choice_params(self, choice: int) -> SamplingParams:

@@ -84,25 +84,14 @@ class BoundedEncoder:
 
 @dataclass
 class TokenizedRequest:
-    """A request that can run.
+    """A request that can run."""
 
-    Attributes
-    ----------
-    place : int
-        Place in the input.
-    prompts : list of list of int
-        Token ids of each prompt.
-    limits : list of int
-        Maximum number of new tokens of each prompt.
-    outputs : dict of int to Output
-        Outputs of finished choices, until all are finished.
-    """
-
-    place: int
+    place: int  # place in the input
     request: JobRequest
-    prompts: list[list[int]]
-    limits: list[int]
+    prompts: list[list[int]]  # token ids of each prompt
+    limits: list[int]  # maximum number of new tokens of each prompt
     outputs: dict[int, Output] = field(default_factory=dict)
+    """Outputs of finished choices, until all are finished."""
     answered: bool = False
 
     @property

@@ -56,24 +56,12 @@ class _Answer(msgspec.Struct):
 
 
 class _SharedJob(msgspec.Struct):
-    """Description of a job that replica 0 publishes.
+    """Description of a job that replica 0 publishes."""
 
-    Attributes
-    ----------
-    error : str
-        Why there is no job.
-    keys : bytes
-        Digest of the input's keys.
-    left : bytes
-        Bit mask of the requests without an answer.
-    window : int
-        Requests of a window.
-    """
-
-    error: str = ""
-    keys: bytes = b""
-    left: bytes = b""
-    window: int = 1
+    error: str = ""  # why there is no job
+    keys: bytes = b""  # digest of the input's keys
+    left: bytes = b""  # bit mask of the requests without an answer
+    window: int = 1  # requests of a window
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)

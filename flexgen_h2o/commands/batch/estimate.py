@@ -35,28 +35,16 @@ class TokenCounts:
 
 @dataclass
 class InputStats:
-    """Counts of the requests of an input. Lengths are in tokens.
+    """Counts of the requests of an input. Lengths are in tokens."""
 
-    Attributes
-    ----------
-    requests, failures : int
-        All requests, and requests that cannot run.
-    messages : list of str
-        Errors of the first failures.
-    longest : int
-        Length of the longest prompt.
-    most_new : int
-        Largest number of new tokens of a sequence.
-    by_length : dict of int to TokenCounts
-        Sums over the sequences whose number of new tokens has this bit length.
-    """
-
+    # All requests, and requests that cannot run.
     requests: int = 0
     failures: int = 0
-    messages: list[str] = field(default_factory=list)
-    longest: int = 0
-    most_new: int = 0
+    messages: list[str] = field(default_factory=list)  # errors of the first failures
+    longest: int = 0  # length of the longest prompt
+    most_new: int = 0  # largest number of new tokens of a sequence
     by_length: dict[int, TokenCounts] = field(default_factory=dict)
+    """Sums over the sequences whose number of new tokens has this bit length."""
 
     @property
     def total(self) -> TokenCounts:

@@ -49,26 +49,16 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ProcessorFacts:
-    """CPUs of the machine and of this process.
-
-    Attributes
-    ----------
-    cpus, usable : int
-        CPUs of the machine, and CPUs that this process may use.
-    quota : float or None
-        CPU time that the cgroup allows, in CPUs; None without a limit.
-    threads : int
-        Threads that compute.
-    load : float
-        Load average of the last minute.
-    """
+    """CPUs of the machine and of this process."""
 
     name: str
+    # CPUs of the machine, and CPUs that this process may use.
     cpus: int
     usable: int
     quota: float | None
-    threads: int
-    load: float
+    """CPU time that the cgroup allows, in CPUs; None without a limit."""
+    threads: int  # threads that compute
+    load: float  # load average of the last minute
 
 
 def processor() -> ProcessorFacts:
@@ -90,37 +80,20 @@ def cpu_quota(path: Path = _CPU_MAX) -> float | None:
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """The C++ kernels of the CPU.
+    """The C++ kernels of the CPU."""
 
-    Attributes
-    ----------
-    missing : str or None
-        Why there are none.
-    available : tuple of str
-        Instruction sets that the library has and this machine runs: values of `FLEXGEN_H2O_ISA`.
-    chosen : str
-        The instruction set in use.
-    refused : str or None
-        Why the instruction set of `FLEXGEN_H2O_ISA` cannot be used.
-    choices : mapping of operation to str
-        Implementations by rows, from the dispatch table.
-    measured : mapping of str to str, or None
-        The same from this machine's autotune table, by operation and bits; None if not measured.
-    built : tuple of str
-        Instruction sets that the library has.
-    lacking : tuple of str
-        Better instruction sets than those available, of this CPU, that the library lacks.
-    """
-
-    missing: str | None
+    missing: str | None  # why there are none
     available: tuple[str, ...] = ()
-    chosen: str = ""
-    refused: str | None = None
+    """Instruction sets that the library has and this machine runs: values of `FLEXGEN_H2O_ISA`."""
+    chosen: str = ""  # the instruction set in use
+    refused: str | None = None  # why the instruction set of `FLEXGEN_H2O_ISA` cannot be used
     build: str = ""
-    choices: Mapping[str, str] | None = None
+    choices: Mapping[str, str] | None = None  # implementations by rows, from the dispatch table
     measured: Mapping[str, str] | None = None
-    built: tuple[str, ...] = ()
+    """The same from this machine's autotune table, by operation and bits; None if not measured."""
+    built: tuple[str, ...] = ()  # instruction sets that the library has
     lacking: tuple[str, ...] = ()
+    """Better instruction sets than those available, of this CPU, that the library lacks."""
 
 
 def kernels(offload_dir: str) -> KernelFacts:
@@ -237,30 +210,19 @@ def memory() -> MemoryFacts:
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """The disk of a folder.
-
-    Attributes
-    ----------
-    system : str
-        Kind of the file system.
-    total, free : int
-        Bytes.
-    read, write : float
-        Bytes per second of aligned reads and writes.
-    direct : bool
-        False if the file system refuses O_DIRECT: then the rates are of the page cache.
-    problem : str or None
-        Why nothing was measured.
-    """
+    """The disk of a folder."""
 
     folder: str
-    system: str = ""
+    system: str = ""  # kind of the file system
+    # Bytes.
     total: int = 0
     free: int = 0
+    # Bytes per second of aligned reads and writes.
     read: float = 0.0
     write: float = 0.0
     direct: bool = True
-    problem: str | None = None
+    """False if the file system refuses O_DIRECT: then the rates are of the page cache."""
+    problem: str | None = None  # why nothing was measured
 
 
 def disk(offload_dir: str, nbytes: int = SAMPLE) -> DiskFacts:

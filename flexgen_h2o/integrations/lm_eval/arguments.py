@@ -55,42 +55,22 @@ class Arguments(StrictStruct, frozen=True):
     """All model arguments, checked. Lengths are tokens.
 
     Raises `UserError` if a value has a wrong type or range, or values contradict each other.
-
-    Attributes
-    ----------
-    pretrained : str
-        Model name, Hugging Face repo id or local folder.
-    flags : mapping
-        The given arguments of `FLAGS`.
-    evict_prompt : bool
-        Evict also inside of contexts, after every `prompt_chunk` tokens. The accuracy runs of the
-        H2O paper do so after each token: prompt_chunk 1.
-    prompt_chunk : int or None
-        None: 64.
-    simulate : bool
-        Mask a full cache instead of evicting.
-    add_bos_token : bool or None
-        Add the tokenizer's special tokens; None: its default.
-    max_length : int or None
-        Tokens of context and continuation; longer contexts are cut on the left. None: the model's.
-    max_gen_toks : int
-        New tokens if a task does not limit them.
-    batch_size : int or str
-        Sequences computed together, or ``auto``: as many as fit in memory.
-    max_batch_size : int or None
-        Limit of auto; None: 64.
     """
 
-    pretrained: str
-    flags: dict[str, Any]
+    pretrained: str  # model name, Hugging Face repo id or local folder
+    flags: dict[str, Any]  # the given arguments of `FLAGS`
     evict_prompt: bool = False
-    prompt_chunk: Count | None = None
-    simulate: bool = False
-    add_bos_token: bool | None = None
+    """Evict also inside of contexts, after every `prompt_chunk` tokens. The accuracy runs of the
+    H2O paper do so after each token: prompt_chunk 1."""
+    prompt_chunk: Count | None = None  # None: 64
+    simulate: bool = False  # mask a full cache instead of evicting
+    add_bos_token: bool | None = None  # add the tokenizer's special tokens; None: its default
     max_length: Count | None = None
-    max_gen_toks: Count = 256
-    batch_size: Any = 1
-    max_batch_size: Count | None = None
+    """Tokens of context and continuation; longer contexts are cut on the left. None: the
+    model's."""
+    max_gen_toks: Count = 256  # new tokens if a task does not limit them
+    batch_size: Any = 1  # sequences computed together, or ``auto``: as many as fit in memory
+    max_batch_size: Count | None = None  # limit of auto; None: 64
 
     def __post_init__(self) -> None:
         self._check_batch_size()
