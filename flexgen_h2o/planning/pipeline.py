@@ -1,7 +1,6 @@
 """Pipeline parallelism in the cost model: layers of each rank, and predicted times. No torch.
 
-Every rank has the same hardware. The transfer of hidden states between ranks is ignored unless a
-`Network` is given.
+Every rank has the same hardware. The transfer of hidden states between ranks is ignored.
 """
 
 from __future__ import annotations
@@ -20,21 +19,6 @@ from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.planning.search import PlanCandidate, PlanRequest, predict, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
-
-
-@dataclass(frozen=True)
-class Network:
-    """Link from each rank to the next.
-
-    `latency` is the fixed seconds of a message, in addition to its bytes.
-    """
-
-    bytes_per_second: float
-    latency: float = 0.0
-
-    def seconds(self, messages: float, nbytes: float) -> float:
-        """Return the seconds of `messages` sequential messages of `nbytes` in all."""
-        return messages * self.latency + nbytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -73,26 +57,19 @@ def layer_seconds(hardware: Hardware, run: PlannedRun, ranks: int) -> list[float
     return seconds
 
 
-def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun,
-                      network: Network | None = None) -> Estimate:
+def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun) -> Estimate:
     """Predict the times of a block of a pipelined run.
 
     A decode step takes as long as the busiest rank, and at least as long as a group takes through
-    all ranks. The prefill also fills the pipeline. With a network, messages overlap compute: a
-    forward pass takes at least as long as all of its messages, and a group's way through the ranks
-    includes them.
+    all ranks. The prefill also fills the pipeline.
     """
     runs = rank_runs(run, bounds)
     estimates, groups = [estimate(hardware, rank_run) for rank_run in runs], runs[0].groups
-    load, phases = run.workload, []
-    for name, tokens in (("prefill", load.prompt_len), ("step", 1)):
+    phases = []
+    for name in ("prefill", "step"):
         rank_phases = [getattr(forecast, name) for forecast in estimates]
         slowest = max(rank_phases, key=lambda phase: phase.seconds)
-        sent = 0.0 if network is None else network.seconds(
-            load.num_gpu_batches, load.gpu_batch_size * load.num_gpu_batches * tokens
-            * run.model.hidden_size * run.itemsize)
-        busy = max(slowest.seconds, sent)
-        through = (sum(phase.seconds for phase in rank_phases) + (len(runs) - 1) * sent) / groups
+        busy, through = slowest.seconds, sum(phase.seconds for phase in rank_phases) / groups
         seconds = (busy + through - busy / groups if name == "prefill"
                    else max(busy, through))
         phases.append(Phase(seconds, slowest.resources))
@@ -101,7 +78,7 @@ def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun
 
 
 def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: MemoryLimits,
-                     prompts: int | None, network: Network | None = None) -> PipelineChoice:
+                     prompts: int | None) -> PipelineChoice:
     """Predict a run over `ranks` ranks.
 
     Layers are balanced by time, or by number if that does not fit.
@@ -118,12 +95,12 @@ def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: Me
         MemoryPlan(part).shortfalls(limits) for part in rank_runs(run, split))), splits[0])
     for part in rank_runs(run, bounds):
         MemoryPlan(part).check(limits)
-    choice = predict(hardware, run, prompts, partial(estimate_pipeline, bounds, network=network))
+    choice = predict(hardware, run, prompts, partial(estimate_pipeline, bounds))
     return PipelineChoice(choice, tuple(bounds))
 
 
-def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits: MemoryLimits,
-                    network: Network | None = None) -> list[PipelineChoice]:
+def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits: MemoryLimits
+                    ) -> list[PipelineChoice]:
     """Search runs over `ranks` ranks, the fastest first.
 
     The policy is searched for one rank with the most layers, an embedding and a head.
@@ -136,8 +113,7 @@ def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits
     for prediction in search(hardware, part, limits):
         run = replace(prediction.run, model=request.model, groups=1)
         with suppress(InsufficientMemory):  # balanced ranks may have more layers than `part`
-            predictions.append(predict_pipeline(hardware, run, ranks, limits, request.prompts,
-                                                network))
+            predictions.append(predict_pipeline(hardware, run, ranks, limits, request.prompts))
     if not predictions:
         raise UserError("no policy was found that fits on all ranks: give --percent and batch "
                         "sizes")

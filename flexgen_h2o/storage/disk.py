@@ -3,8 +3,7 @@
 Transfers are split into chunks of up to 8 MiB, which the workers take in order; reads far ahead of
 their use come last. A thread in ``preadv`` holds neither a core nor the interpreter lock, so that
 reads overlap compute on all cores. Hundreds of small reads at once are done by a kernel
-(`ops.fetch_tokens`), which gets an open file from here. benchmarks/links.py compares the rates with
-the disk's own.
+(`ops.fetch_tokens`), which gets an open file from here.
 """
 
 from __future__ import annotations

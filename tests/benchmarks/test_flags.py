@@ -13,10 +13,8 @@ INPUT = ["--input-path", "a.jsonl"]
 
 
 @pytest.mark.parametrize(("name", "flags", "words"), [
-    ("links", [], "--model"),
     ("plots", ["quality", "--csv", "no.csv", "--out", "a.png"], "cannot read --csv no.csv"),
     ("plots", ["quality", "--csv", "no.csv", "--out", "a.txt"], "--out must name"),
-    ("studies/machines", ["--repeats", "0"], "--repeats must be at least 1"),
     ("studies/quality", [*INPUT, "--budgets", "101"], "--budgets must be at most 100"),
     ("studies/quality", [*INPUT, "--csv", "./a.jsonl"], "name the same file"),
     ("studies/recall_replay", ["--gen-len", "1"], "--gen-len must be at least 2"),

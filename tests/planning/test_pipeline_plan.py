@@ -14,7 +14,6 @@ from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.cost import estimate
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import (
-    Network,
     estimate_pipeline,
     layer_seconds,
     predict_pipeline,
@@ -67,20 +66,6 @@ def test_ranks_share_the_time_and_fill_the_pipeline_once():
     single = replace(run, workload=replace(run.workload, num_gpu_batches=1))
     assert estimate_pipeline((0, 24, 48), HARDWARE, single).step.seconds == pytest.approx(
         estimate(HARDWARE, single).step.seconds)
-
-
-def test_a_network_counts_where_it_is_slower_than_the_ranks():
-    run = run_of(LARGE)
-    bounds = (0, 16, 32, 48)
-    near, far = (estimate_pipeline(bounds, HARDWARE, run, Network(rate)) for rate in (1e18, 1e3))
-    alone = estimate_pipeline(bounds, HARDWARE, run)
-    assert near.seconds == pytest.approx(alone.seconds)
-    step = 4 * 6 * LARGE.hidden_size * 2 / 1e3  # of all batches, once for each rank
-    assert far.step.seconds == pytest.approx(step)
-    # The last one's begins when two groups of six have passed.
-    assert far.prefill.seconds == pytest.approx(64 * step * (1 + 1 / 6), rel=0.1)
-    late = estimate_pipeline(bounds, HARDWARE, run, Network(1e18, 10.0))
-    assert late.step.seconds == pytest.approx(60)
 
 
 def test_fetched_weights_are_loaded_for_each_group():
