@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
 from flexgen_h2o.cli.command import entry_point
-from flexgen_h2o.cli.parser import Parser, arguments, check_flags, flag_fields, program
+from flexgen_h2o.cli.parser import Parser, build_parser, check_flags, flag_fields
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError, did_you_mean
 from flexgen_h2o.files.disk_cache import KINDS, Entry, cache_dir, entries, remove_leftovers
@@ -76,14 +75,12 @@ def parse_age(text: str | None) -> float:
 
 def parser() -> Parser:
     """Return the parser of the flags."""
-    flags = Parser(
-        prog=program("cache"), argument_default=SUPPRESS, allow_abbrev=False,
+    flags = build_parser(
+        flag_fields(CacheFlags), command="cache",
         description="List converted models, quantized weights, measured rates and expert counts on "
         "disk, or remove them (prune). What a running process uses is not removed.")
     flags.add_argument("action", nargs="?", metavar="|".join(ACTIONS),
                        help="list the entries, or remove them (default: list)")
-    for spec in flag_fields(CacheFlags):
-        flags.add_argument(flag_name(spec.name), **arguments(spec))
     return flags
 
 

@@ -8,8 +8,8 @@ import fcntl
 import io
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import yaml
@@ -119,16 +119,22 @@ class JsonlWriter(PartialFile):
 
 
 @contextmanager
-def report_partial_rows(file: CsvWriter | JsonlWriter | None,
-                        rows_text: str = "rows measured") -> Iterator[None]:
-    """Add the name of the partial file to the error of a run that stops early."""
+def report_partial(done: Callable[[], str]) -> Iterator[None]:
+    """Add what is `done`, if it is not empty, to the error of a run that stops early."""
     try:
         yield
     except (UserError, KeyboardInterrupt) as error:
-        if file is None or not file.count:
+        text = done()
+        if not text:
             raise
-        where = f"({rows_text} before that: {file.partial})"
-        raise type(error)(f"{error} {where}".lstrip()) from None
+        raise type(error)(f"{error} ({text})".lstrip()) from None
+
+
+def report_partial_rows(file: CsvWriter | JsonlWriter | None, rows_text: str = "rows measured"
+                        ) -> AbstractContextManager[None]:
+    """Add the name of the partial file to the error of a run that stops early."""
+    return report_partial(lambda: f"{rows_text} before that: {file.partial}"
+                          if file is not None and file.count else "")
 
 
 def read_csv(path: str, headers: Sequence[Sequence[str]], *, texts: Collection[str],

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,7 +35,7 @@ from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.distributed.replicas import ReplicaRank, WindowQueue
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import SettingsFile
+from flexgen_h2o.files.rows import SettingsFile, report_partial
 from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.kernels.implementations import AutotuneTable
@@ -78,12 +79,12 @@ def _run_job(options: BatchOptions, pipeline: Pipeline | None) -> int:
         remaining, progress = _resume(options, config, source, results=results, errors=errors)
         stats = None
         if len(remaining) and options.ray:
-            with _report_partial(progress), StopRequest(_announce_end) as stop:
+            with report_partial(partial(_done, progress)), StopRequest(_announce_end) as stop:
                 ray_job.RayJob(source, options, results=results, errors=errors,
                                progress=progress).run(
                     remaining, lambda: stop.requested or progress.is_over(options.max_hours))
         elif len(remaining):
-            with (_report_partial(progress),
+            with (report_partial(partial(_done, progress)),
                   open_on_ranks(config, pipeline, bounds=bounds, progress=False,
                                 implementations=implementations) as llm,
                   StopRequest(_announce_end) as stop):  # a signal during loading stops at once
@@ -109,7 +110,7 @@ def _run_replica(options: BatchOptions) -> int:
 
 
 def _run_first_replica(options: BatchOptions, place: ReplicaRank, queue: WindowQueue,
-          pipeline: Pipeline | None) -> int:
+                       pipeline: Pipeline | None) -> int:
     """Share the job with the other replicas, and merge the results."""
     published = False
     try:
@@ -117,7 +118,7 @@ def _run_first_replica(options: BatchOptions, place: ReplicaRank, queue: WindowQ
             config, _, _ = _resolve_plan(options, source)
             remaining, progress = _resume(options, config, source, results=results, errors=errors)
             size, published = data_parallel.publish_job(queue, source, options, remaining), True
-            with _report_partial(progress):
+            with report_partial(partial(_done, progress)):
                 _answer_windows(options, place, queue, (remaining, size), pipeline=pipeline,
                                 source=source, progress=progress, files=(results, errors))
                 queue.wait_for_others()
@@ -132,7 +133,7 @@ def _run_first_replica(options: BatchOptions, place: ReplicaRank, queue: WindowQ
 
 
 def _run_other_replica(options: BatchOptions, place: ReplicaRank, queue: WindowQueue,
-            pipeline: Pipeline | None) -> int:
+                       pipeline: Pipeline | None) -> int:
     """Answer windows of the job that replica 0 publishes."""
     with _open_input(options) as source:
         windows = data_parallel.receive_job(queue, source)
@@ -195,7 +196,7 @@ def _open_input(options: BatchOptions) -> JobInput:
 
 
 def _resolve_plan(options: BatchOptions, source: JobInput
-             ) -> tuple[RunConfig, AutotuneTable | None, Sequence[int] | None]:
+                  ) -> tuple[RunConfig, AutotuneTable | None, Sequence[int] | None]:
     """Return the configuration to run, and the measured kernels and ranks' layers of its plan.
 
     ``--percent auto`` and ``--strict`` read all requests first. ``--strict`` raises `UserError`
@@ -224,7 +225,7 @@ def _refuse_failures(options: BatchOptions, stats: InputStats) -> None:
 
 
 def _resume(options: BatchOptions, config: RunConfig, source: JobInput, *, results: ResultsFile,
-             errors: ResultsFile) -> tuple[np.ndarray, JobProgress]:
+            errors: ResultsFile) -> tuple[np.ndarray, JobProgress]:
     """Return the places of the requests without an answer in these files, and the progress.
 
     Raises `UserError` if the files are of another job.
@@ -266,17 +267,12 @@ def _announce_end() -> None:
         os.write(2, b"\nstopping after the current block; a second signal stops at once\n")
 
 
-@contextmanager
-def _report_partial(progress: JobProgress) -> Iterator[None]:
-    """Add to the message of an error how many requests are answered."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt) as error:
-        with suppress(UserError):  # the disk may be full
-            progress.end()
-        where = f"({progress.answered} of {progress.total} requests are answered; run " \
-            "the same command to resume)"
-        raise type(error)(f"{error} {where}".lstrip()) from None
+def _done(progress: JobProgress) -> str:
+    """Return how many requests a job that stops early has answered."""
+    with suppress(UserError):  # the disk may be full
+        progress.end()
+    return (f"{progress.answered} of {progress.total} requests are answered; run the same command "
+            "to resume")
 
 
 def _report(options: BatchOptions, config: RunConfig, progress: JobProgress,

@@ -7,8 +7,7 @@ Invalid flags and files are refused before torch is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from flexgen_h2o.commands.summarize.table import SummaryCache
 from flexgen_h2o.config.h2o import EVICTIONS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article, read_summary_tasks
-from flexgen_h2o.files.rows import ResumableJsonl
+from flexgen_h2o.files.rows import ResumableJsonl, report_partial
 from flexgen_h2o.files.terminal import ProgressBar, print_stdout
 from flexgen_h2o.files.writing import catch_write_errors, check_writable
 
@@ -241,7 +240,9 @@ def _missing_rows(options: SummarizeOptions, config: RunConfig, articles: Sequen
                   file: ResumableJsonl, *, score: Score, bar: ProgressBar) -> list[Row]:
     """Summarize the articles that the file lacks, add them to it, and return their rows."""
     missing: list[Row] = []
-    with _report_partial(file, len(articles)), open_llm(config, progress=False) as llm:
+    with (report_partial(lambda: f"{file.count} of {len(articles)} lines are in {file.path}; run "
+                         "the same command to resume" if file.count else ""),
+          open_llm(config, progress=False) as llm):
         for rows in summarize(llm, articles, begin=file.count, chat=options.chat_template,
                               score=score):
             with catch_write_errors("--output-path", file.path):
@@ -249,19 +250,6 @@ def _missing_rows(options: SummarizeOptions, config: RunConfig, articles: Sequen
             missing += rows
             bar.update(len(rows))
     return missing
-
-
-@contextmanager
-def _report_partial(file: ResumableJsonl, total: int) -> Iterator[None]:
-    """Add to the message of an error how many lines the file has."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt) as error:
-        if not file.count:
-            raise
-        where = (f"({file.count} of {total} lines are in {file.path}; run the same command to "
-                 "resume)")
-        raise type(error)(f"{error} {where}".lstrip()) from None
 
 
 def _settings(options: SummarizeOptions, cache: SummaryCache) -> dict[str, object]:
