@@ -1,11 +1,8 @@
-"""Requests in the format of OpenAI's API: the fields of a body, and a line as a checked request.
+"""Requests in the format of OpenAI's API: a line, or a body, as a checked request.
 
 A line is in the format of OpenAI's Batch API (``custom_id, method, url, body``), or it is plain:
 the fields of a body with an optional ``id``. A plain line with `prompt` is a completion, one with
 `messages` is a chat.
-
-A field that is not supported is refused, unless its value has no effect on the answer. A null
-field counts as missing.
 """
 
 from __future__ import annotations
@@ -24,99 +21,19 @@ from flexgen_h2o.config.structured_outputs import StructuredOutputs
 from flexgen_h2o.config.validation import check_keys
 from flexgen_h2o.errors import UserError, check_text, short_repr
 from flexgen_h2o.files.chat_template import check_arguments
+from flexgen_h2o.requests.fields import (
+    CHAT,
+    COMPLETIONS,
+    NO_DEFAULTS,
+    URLS,
+    BadRequest,
+    check_fields,
+    refuse_field,
+)
 
 MAX_CHOICES = 2048
 """Maximum number of choices of a request, over all of its prompts."""
-
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
-
-_Tokens = Annotated[int, Meta(ge=1, le=2**30)]
-_COMMON: dict[str, Any] = {
-    "model": validation.Text, "max_tokens": _Tokens,
-    "temperature": Annotated[float, Meta(ge=0, le=2)], "top_p": validation.Share, "stop": None,
-    "seed": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
-    "n": Annotated[int, Meta(ge=1, le=128)], "presence_penalty": _Penalty,
-    "frequency_penalty": _Penalty,
-    # vLLM's
-    "top_k": Annotated[int, Meta(ge=-1, le=2**30)], "min_p": validation.Share,
-    "repetition_penalty": Annotated[float, Meta(gt=0)],
-    "min_tokens": Annotated[int, Meta(ge=0, le=2**30)], "ignore_eos": bool,
-    "stop_token_ids": tuple[Annotated[int, Meta(ge=0, le=2**31)], ...], "logit_bias": None,
-    "add_special_tokens": bool, "skip_special_tokens": bool, "return_token_ids": bool,
-    "response_format": None, "structured_outputs": None,
-}
-CHAT = _COMMON | {
-    "messages": None, "max_completion_tokens": _Tokens, "logprobs": bool,
-    "top_logprobs": Annotated[int, Meta(ge=0, le=20)], "reasoning_effort": validation.Text,
-    "chat_template_kwargs": None, "add_generation_prompt": bool, "continue_final_message": bool,
-    "documents": None,
-}
-"""Types of the supported fields of /v1/chat/completions; None: checked elsewhere."""
-COMPLETIONS = _COMMON | {"prompt": None, "logprobs": Annotated[int, Meta(ge=0, le=20)],
-                       "echo": bool}
-"""Types of the supported fields of /v1/completions."""
-NO_DEFAULTS = frozenset({"messages", "prompt", "model", "logprobs", "top_logprobs", "max_tokens",
-                         "max_completion_tokens", "temperature", "seed", "documents"})
-"""Fields that ``--request-defaults`` refuses: they differ by request, or have a flag."""
-
-IGNORED = frozenset({
-    "cache_salt", "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key",
-    "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store",
-    "stream_options", "user"})
-"""Fields whose value never affects the answer."""
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,), "early_stopping": (False,),
-    "echo": (False,), "function_call": ("none", "auto"), "functions": ([],),
-    "include_stop_str_in_output": (False,), "length_penalty": (1, 1.0), "modalities": (["text"],),
-    "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True,),
-    "stream": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],),
-    "use_beam_search": (False,), "verbosity": ("medium",)}
-"""Unsupported fields, and their values without effect."""
-
-
-class BadRequest(UserError):
-    """Error of a request that cannot run, with the API's `param` and `code`."""
-
-    def __init__(self, message: str, *, param: str | None = None,
-                 code: str = "invalid_request_error"):
-        super().__init__(message)
-        self.param, self.code = param, code
-
-
-def check_fields(body: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the fields of a body, and return the supported ones that are not null.
-
-    Raises `BadRequest` for a wrong value, and for an unsupported field with an effect.
-    """
-    fields = {}
-    for name, value in body.items():
-        if value is None or name in IGNORED:
-            continue
-        if name in known:
-            fields[name] = value if known[name] is None else _check_type(known[name], value, name)
-        elif not any(_same(value, neutral) for neutral in _NEUTRAL.get(name, ())):
-            description = (f"{name} {short_repr(value)}" if name in _NEUTRAL
-                           else f"the field {short_repr(name)}")
-            raise BadRequest(f"{description} is not supported: leave it out", param=name[:80],
-                             code="unsupported_parameter")
-    return fields
-
-
-def _check_type(kind: Any, value: object, name: str) -> Any:
-    try:
-        return validation.validate(kind, value, name)
-    except UserError as error:
-        raise BadRequest(str(error), param=name) from None
-
-
-def _same(value: object, other: object) -> bool:
-    """Return whether two values are equal and of one type: 0 is not False."""
-    return type(value) is type(other) and value == other
-
-
-URLS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
-"""Supported endpoints and their fields."""
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _ROLES = ("system", "developer", "user", "assistant")
 _MESSAGE_FIELDS = ("role", "content", "name", "reasoning", "reasoning_content")
@@ -253,10 +170,8 @@ def _template_arguments(body: Mapping[str, Any], defaults: Defaults) -> dict[str
     fields: dict[str, Any] = {}
     for source in (defaults.fields, body):
         arguments = source.get("chat_template_kwargs", {})
-        try:
+        with refuse_field("chat_template_kwargs"):
             check_arguments("chat_template_kwargs", arguments)
-        except UserError as error:
-            raise BadRequest(str(error), param="chat_template_kwargs") from None
         fields |= arguments | {name: source[name] for name in _TEMPLATE_FIELDS if name in source}
     if fields.get("continue_final_message") and fields.get("add_generation_prompt", True):
         raise BadRequest("continue_final_message goes with \"add_generation_prompt\": false",
@@ -302,7 +217,7 @@ def _params(fields: Mapping[str, Any], custom_id: str, defaults: Defaults, *, ch
             raise BadRequest("top_logprobs has no effect: add \"logprobs\": true",
                              param="top_logprobs")
         logprobs = fields.get("top_logprobs", 0) if logprobs else None
-    try:
+    with refuse_field(None):
         return SamplingParams(
             max_new_tokens=max_tokens, min_new_tokens=fields.get("min_tokens"),
             do_sample=sampled, temperature=temperature if sampled else 1.0,
@@ -318,10 +233,6 @@ def _params(fields: Mapping[str, Any], custom_id: str, defaults: Defaults, *, ch
             structured_outputs=_structured_outputs(fields),
             seed=(fields["seed"] % 2**63 if "seed" in fields
                   else derive_seed(defaults.seed, custom_id)))
-    except BadRequest:
-        raise
-    except UserError as error:
-        raise BadRequest(str(error)) from None
 
 
 def _structured_outputs(fields: Mapping[str, Any]) -> StructuredOutputs | None:
@@ -331,7 +242,7 @@ def _structured_outputs(fields: Mapping[str, Any]) -> StructuredOutputs | None:
         raise BadRequest("response_format and structured_outputs contradict: leave one out",
                          param="response_format")
     for name in names:
-        try:
+        with refuse_field(name):
             outputs = (_response_format if name == "response_format" else _vllm_outputs)(
                 fields[name])
             if outputs is not None:
@@ -339,8 +250,6 @@ def _structured_outputs(fields: Mapping[str, Any]) -> StructuredOutputs | None:
                     raise UserError(f"{name} contradicts ignore_eos: leave one out")
                 outputs.compile()
             return outputs
-        except UserError as error:
-            raise BadRequest(str(error), param=name) from None
     return None
 
 
@@ -376,10 +285,8 @@ def _logit_bias(biases: object) -> dict[int, float]:
         if not token.isdecimal() or len(token) > 10:
             raise BadRequest(f"logit_bias must have token ids as names, got {short_repr(token)}",
                              param="logit_bias")
-        try:
+        with refuse_field("logit_bias"):
             by_token[int(token)] = validation.validate(_Bias, bias, f"logit_bias of token {token}")
-        except UserError as error:
-            raise BadRequest(str(error), param="logit_bias") from None
     return by_token
 
 
@@ -460,9 +367,7 @@ def _content(content: object, where: str) -> str:
 
 
 def _text(value: object, where: str) -> str:
-    try:
+    with refuse_field(where):
         check_text(where, value)
-    except UserError as error:
-        raise BadRequest(str(error), param=where) from None
     assert isinstance(value, str)
     return value
