@@ -45,7 +45,7 @@ from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.outputs import Output, Scored
 from flexgen_h2o.planning.memory_plan import MemoryCheck, MemoryPlan
 from flexgen_h2o.planning.planned_run import DraftModel
-from flexgen_h2o.request_session import PREFILL_CHUNK, RequestSession
+from flexgen_h2o.request_session import RequestSession
 from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.storage.offload_dirs import OffloadDirs
 from flexgen_h2o.streaming_session import StreamingSession
@@ -234,7 +234,7 @@ class LLM(ExclusiveResource):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of what is not quantized."""
+        """The dtype of weights, activations and cache that are not quantized."""
         return self._engine.runner.source.dtype
 
     @property
@@ -310,7 +310,7 @@ class LLM(ExclusiveResource):
             that the token completes, and whether it is the last token. The texts of a prompt make
             the text of its output. Sequences of a block come in turns.
         **sampling
-            Fields of `SamplingParams` in place of `sampling_params`. Names and meaning are those of
+            Fields of `SamplingParams` in place of `sampling_params`. Names and meaning as in
             transformers: max_new_tokens, do_sample, temperature, top_p, eos_token_id (-1: never
             stop early), stop_strings, seed.
 
@@ -616,7 +616,7 @@ class LLM(ExclusiveResource):
 
     def memory_plan(self, max_model_len: int) -> tuple[MemoryPlan, MemoryLimits]:
         """Return the memory plan of `open_session`, and the memory that is free before it."""
-        runner, workload = self._engine.session_runner(max_model_len, PREFILL_CHUNK)
+        runner, workload = self._engine.session_runner(max_model_len)
         return self._memory.plan(runner.args.policy, self._cache, workload,
                                  loaded_bytes=runner.loaded_bytes)
 

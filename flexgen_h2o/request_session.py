@@ -22,9 +22,6 @@ from flexgen_h2o.outputs import Output
 OnNewText = Callable[[str, bool], object]
 """Called with the characters that a token completes, and whether it is the last token."""
 
-PREFILL_CHUNK = 512
-"""Tokens of a prompt in a forward pass, unless the policy has a `prefill_chunk`."""
-
 
 class RequestSession(ExclusiveResource):
     """Requests that are added at any time, also from other threads.
@@ -32,7 +29,7 @@ class RequestSession(ExclusiveResource):
     One thread calls `step` in a loop. Requests join between blocks: each block has the sequences
     that the last one left unfinished, and waiting requests in the order of their priority and of
     adding. If there is no room for a request of a higher priority, the newest sequence of the
-    lowest one waits again, and is recomputed later. Results are those of `LLM.generate`.
+    lowest one waits again, and is recomputed later. Results equal `LLM.generate`'s.
     `LLM.open_session` opens a session.
 
     Parameters
@@ -78,8 +75,7 @@ class RequestSession(ExclusiveResource):
         self._interrupted = False
         self.stats: RunStats | None = None
         self.generated_tokens = 0
-        self._run: GenerationRun | None = engine.begin_session(max_model_len, PREFILL_CHUNK,
-                                                               self._sampler)
+        self._run: GenerationRun | None = engine.begin_session(max_model_len, self._sampler)
         self._run.should_end = self._should_end
         self._deadline = 0.0
 

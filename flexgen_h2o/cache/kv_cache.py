@@ -8,7 +8,7 @@ takes the slot of an evicted one, and the order of slots has no meaning. Prompts
 in chunks are held whole until they are cut, unless tokens are evicted with each chunk
 (`chunked_prefill`).
 
-A layer step is ``load``, then ``attend_prompt`` (see `prefill`) or ``attend_token`` (see
+A unit of the schedule is ``load``, then ``attend_prompt`` (see `prefill`) or ``attend_token`` (see
 `token_attention`), then ``store``.
 """
 

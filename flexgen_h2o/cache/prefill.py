@@ -56,7 +56,7 @@ class PromptAttention:
         self._scores: dict[tuple[int, int, int], torch.Tensor] = {}
         """Scores of prompts in progress, by layer, batch and sequence."""
         self._prefix: tuple[torch.Tensor | None, ...] = ()
-        """Keys, values, keys to be cached, and scores of the shared prefix in this layer step."""
+        """Keys, values, keys to be cached, and scores of the shared prefix in this layer."""
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a block, or continue its sequences."""
@@ -114,7 +114,7 @@ class PromptAttention:
                        attention: LayerAttention) -> torch.Tensor:
         """Attend within the prefix that several prompts share, or from the rest of one prompt.
 
-        The remainders follow in the same layer step; each one caches its whole prompt.
+        The remainders follow in the same layer; each one caches its whole prompt.
         `cached_keys` are the keys as they are cached.
         """
         scores = None

@@ -4,7 +4,7 @@ A state is one slot of a cache: a vector of float32 (`RecurrentConfig`). The seq
 are split over the tiers as in the KV cache. Nothing is evicted. A forward pass changes every state,
 so that whole states are fetched and stored.
 
-A layer step is ``load``, then ``advance``, then ``store``.
+A unit of the schedule is ``load``, then ``advance``, then ``store``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ seconds after which torchrun kills the others when one has died."""
 _START_TIMEOUT = timedelta(seconds=300)  # from the launcher's first process to its last
 _DONE, _LEFT = b"done", b"left"
 _BEATS_PER_TIMEOUT = 8
-_POLL = 0.1  # seconds between checks of what other replicas hold
+_POLL = 0.1  # seconds between checks of the windows of other replicas
 _WINDOWS_PER_REPLICA = 4  # at least, so that no replica waits long for the last window
 _LOST = ("replica 0, which keeps the queue and the results, has stopped or can't be reached: "
          "answered requests are kept; run the same command to resume")

@@ -298,7 +298,7 @@ class BlockSize:
 
 
 class BlockQueue:
-    """Waiting requests, and those of the current block.
+    """Waiting requests, and the requests of the current block.
 
     They are sorted: first by the power of two of the tokens to generate, then by prompt length,
     longest first. So a batch has similar lengths, and a block that does not fit in memory comes
@@ -452,7 +452,7 @@ class OpenQueue(BlockQueue):
         """
         running = sorted(((request, batch, sequence) for batch in self._block
                           for sequence, request in enumerate(batch.requests)
-                          if not request.finish_reason), key=lambda place: _order(place[0]))
+                          if not request.finish_reason), key=lambda item: _order(item[0]))
         preempted = []
         for waiting in islice(self._waiting, self.size.sequences - len(running), None):
             if not running or running[-1][0].priority >= waiting.priority:

@@ -119,7 +119,7 @@ def _part_of_character(name: str | None) -> bytes | None:
 
 def until(text: str, stops: Sequence[str]) -> str:
     """Return a text up to the first occurrence of a stop string."""
-    return text[: min((place for place in map(text.find, stops) if place >= 0),
+    return text[: min((index for index in map(text.find, stops) if index >= 0),
                       default=len(text))]
 
 
@@ -150,10 +150,10 @@ class StopStrings:
 
     def __call__(self, tokens: Sequence[int]) -> bool:
         """Return True if the last token completes a stop string."""
-        before, place = b"", len(tokens) - 1
-        while place and len(before) < self._longest:
-            place -= 1
-            before = self._token_bytes(tokens[place]) + before
+        before, index = b"", len(tokens) - 1
+        while index and len(before) < self._longest:
+            index -= 1
+            before = self._token_bytes(tokens[index]) + before
         begin = max(0, len(before) - self._longest + 1)
         tail = before[begin:] + self._token_bytes(tokens[-1])
         return any(string in tail for string in self._strings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -70,9 +71,7 @@ class ModelDrafter:
             return []
         if text is None:
             text = self._texts[request.key] = _DraftedText(self._workspace())
-        pairs = zip(text.tokens, history[:-1], strict=False)
-        cached = next((place for place, (token, other) in enumerate(pairs) if token != other),
-                      min(len(text.tokens), len(history) - 1))
+        cached = len(os.path.commonprefix([text.tokens, history[:-1]]))
         drafted = Request(request.key, history[cached:])
         if max(drafted.prompt) >= self._runner.config.vocab_size:
             return []

@@ -71,9 +71,9 @@ class Executor:
         self._ended: list[int] = []
         """Number of sequences that ended in each forward pass."""
 
-    def run(self, batches: Sequence[GPUBatch], consumer: LogitsConsumer, *,
+    def run(self, batches: Sequence[GPUBatch], consumer: LogitsConsumer, stats: RunStats, *,
             keep_cache: bool = False, on_compute: Callable[[Action], None] = lambda action: None,
-            should_end: Callable[[], bool] = lambda: False, stats: RunStats) -> None:
+            should_end: Callable[[], bool] = lambda: False) -> None:
         """Run one block until the fraction `refill_share` of its sequences has ended.
 
         The last token of a sequence is never an input, so it is not cached.
@@ -84,6 +84,8 @@ class Executor:
             The block.
         consumer : LogitsConsumer
             Turns logits into tokens or scores, which it appends to the requests.
+        stats : RunStats
+            Gets the times of prefill and decode steps, their slots, and the counts of drafts.
         keep_cache : bool
             Continue with the contents of the cache, and keep them for the next block.
         on_compute : callable
@@ -91,8 +93,6 @@ class Executor:
         should_end : callable () -> bool
             Called after each forward pass that gives tokens. True ends the block; not in a
             pipeline, whose ranks must agree.
-        stats : RunStats
-            Gets the times of prefill and decode steps, their slots, and the counts of drafts.
         """
         groups = 1 if self._exchange is None else self._exchange.groups
         overlap, stage = self._policy.overlap, self._stage
@@ -115,8 +115,8 @@ class Executor:
         for action in schedule(
                 passes, stage.num_layers, len(batches), overlap=overlap,
                 sep_layer=self._policy.sep_layer, keep_cache=keep_cache, stage=stage, groups=groups,
-                attend_early_from=(layout.prefill_passes
-                            if self._workspace.cache.attends_on_host else None),
+                attend_early_from=(layout.prefill_passes if self._workspace.cache.attends_on_host
+                                   else None),
                 no_ops=self._no_ops):
             if action.batch is None or self._has_rows(action):
                 self._METHODS[action.op](self, action)
@@ -339,11 +339,11 @@ class Executor:
 
 def _no_ops(weights: WeightStore, workspace: Workspace) -> frozenset[Op]:
     """Return the ops that are no-ops because the data is resident."""
-    kinds: set[Op] = set()
+    ops: set[Op] = set()
     if all(map(weights.is_resident, range(len(weights.units)))):
-        kinds |= {Op.LOAD_WEIGHTS, Op.RELEASE_WEIGHTS}
+        ops |= {Op.LOAD_WEIGHTS, Op.RELEASE_WEIGHTS}
     if all(cache.is_resident for cache in workspace.caches):
-        kinds |= {Op.LOAD_CACHE, Op.STORE_CACHE}
+        ops |= {Op.LOAD_CACHE, Op.STORE_CACHE}
     if workspace.hidden.is_resident:
-        kinds |= {Op.LOAD_HIDDEN, Op.STORE_HIDDEN}
-    return frozenset(kinds)
+        ops |= {Op.LOAD_HIDDEN, Op.STORE_HIDDEN}
+    return frozenset(ops)

@@ -26,8 +26,7 @@ from flexgen_h2o.distributed.heartbeat import PipelineFailure
 from flexgen_h2o.engine.blocks import BlockQueue, OpenQueue, Request
 from flexgen_h2o.engine.draft_model import new_drafter
 from flexgen_h2o.engine.output_processor import OnText, OutputProcessor
-from flexgen_h2o.engine.progress import RunBars
-from flexgen_h2o.engine.runner import Runner
+from flexgen_h2o.engine.runner import RunBars, Runner
 from flexgen_h2o.engine.sampling import GenerationSampler, LogitsConsumer
 from flexgen_h2o.engine.scoring import DecodeScorer, OnLogits, PrefillScorer
 from flexgen_h2o.engine.tokenizer import InputProcessor
@@ -43,6 +42,9 @@ from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Scored
 
 _log = logging.getLogger(__name__)
+
+SESSION_CHUNK = 512
+"""Tokens of a prompt in a forward pass of a session, unless the policy has a `prefill_chunk`."""
 
 
 class MemoryCheck(Protocol):
@@ -72,7 +74,7 @@ class GenerationRun:
     workspace : Workspace or None
         Memory of the blocks, allocated before the first one.
     queue : BlockQueue or None
-        Waiting requests, and those of the current block; None once the run is closed.
+        Waiting requests, and requests of the current block; None once the run is closed.
     should_end : callable () -> bool
         See `Runner.run_block`.
     """
@@ -303,16 +305,13 @@ class Engine:
         self._runs.add(run)
         return run
 
-    def begin_session(self, max_len: int, prefill_chunk: int, sampler: GenerationSampler
-                      ) -> GenerationRun:
+    def begin_session(self, max_len: int, sampler: GenerationSampler) -> GenerationRun:
         """Begin a run with an `OpenQueue`, and allocate its memory.
 
         Parameters
         ----------
         max_len : int
             Maximum number of tokens of a prompt and its continuation.
-        prefill_chunk : int
-            Tokens of a prompt in a forward pass, unless the policy has a number.
         sampler : GenerationSampler
             Gets the rules of each request before its first block.
 
@@ -323,17 +322,17 @@ class Engine:
             batch invariance does not go with prompts in chunks.
         """
         self.check_open()
-        runner, workload = self.session_runner(max_len, prefill_chunk)
+        runner, workload = self.session_runner(max_len)
         run = GenerationRun(runner, [], runner.open_queue(max_len), sampler,
                             gen_len=workload.gen_len)
         run.workspace = self._workspace(run)
         self._runs.add(run)
         return run
 
-    def session_runner(self, max_len: int, prefill_chunk: int) -> tuple[Runner, Workload]:
+    def session_runner(self, max_len: int) -> tuple[Runner, Workload]:
         """Return the runner of `begin_session`, and the workload that needs the most memory."""
         policy = self.runner.args.policy
-        policy = replace(policy, prefill_chunk=policy.prefill_chunk or prefill_chunk)
+        policy = replace(policy, prefill_chunk=policy.prefill_chunk or SESSION_CHUNK)
         h2o, layers = self.runner.h2o, range(self.runner.cached_config.num_layers)
         # The longest prompt has the largest budget, unless generated tokens are not evicted.
         keeps_generated = h2o is not None and not all(map(h2o.evicts_generated_at, layers))

@@ -16,13 +16,13 @@ from flexgen_h2o.engine.args import EngineArgs
 from flexgen_h2o.engine.blocks import Request
 from flexgen_h2o.engine.expert_counts import load_counts, save_counts
 from flexgen_h2o.engine.expert_slots import ExpertSlots
-from flexgen_h2o.engine.progress import ByteProgress, byte_bar
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.scoring import DecodeScorer
 from flexgen_h2o.engine.source import ModelSource
 from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import rotation_of
+from flexgen_h2o.files.terminal import ByteProgress, byte_bar
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
 from flexgen_h2o.kernels.torch_ops import limit_shape_caches
 from flexgen_h2o.metrics.provenance import sampled_memory
@@ -120,7 +120,7 @@ def _load_experts(source: ModelSource, args: EngineArgs, weights: WeightStore,
                   keeps_counts: bool) -> ExpertSlots | None:
     """Fill the slots of a mixture's experts; None for a dense model.
 
-    The experts are those of `choices`, or those that earlier runs chose most often. With
+    Without `choices`, they are filled with the experts that earlier runs chose most often. With
     `keeps_counts`, the choices of this run are saved for later ones.
     """
     policy, config, experts = args.policy, source.config, source.config.experts

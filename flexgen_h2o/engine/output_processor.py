@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class OutputProcessor:
-    """Makes the samplers of requests, and decodes what they generate.
+    """Makes the samplers of requests, and decodes generated tokens.
 
     Parameters
     ----------
@@ -65,9 +65,9 @@ class OutputProcessor:
     def rules(self, params: SamplingParams,
               shared: MutableMapping[SamplingParams, GenerationRules], *,
               steps: int | None = None) -> GenerationRules:
-        """Return the rules of a request: out of `shared` if only the seed differs, or added to it.
+        """Return the rules of a request: from `shared` if only the seed differs, or add them to it.
 
-        Parameters and errors are those of `sampler`.
+        See `sampler` for parameters and errors.
         """
         unseeded = replace(params, seed=0)
         rules = shared.get(unseeded)
@@ -121,7 +121,7 @@ class OutputProcessor:
         prompt : str or sequence of int
             The prompt of the user.
         ids : list of int, optional
-            Token ids of the prompt. Default: those of the request.
+            Token ids of the prompt. Default: `request.prompt`.
         """
         tokens = request.generated
         text = None if self.detokenizer is None else self.detokenizer.text(

@@ -39,7 +39,7 @@ class PreparedModel:
     cache : CacheOptions
         Cache options of all layers of the model.
     args : EngineArgs
-        The user's arguments. In a pipeline, the cache options are those of this rank's layers.
+        The user's arguments. In a pipeline, with the cache options of this rank's layers.
     rank : RankContext or None
         This rank's part of a pipeline.
     draft : PreparedModel or None

@@ -19,13 +19,13 @@ from flexgen_h2o.engine.args import EngineArgs, check_batch_invariant
 from flexgen_h2o.engine.blocks import BlockQueue, BlockSize, GPUBatch, OpenQueue, Request, next_turn
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.expert_slots import ExpertSlots
-from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.sampling import LogitsConsumer
 from flexgen_h2o.engine.schedule import Action
 from flexgen_h2o.engine.source import ModelSource
 from flexgen_h2o.engine.speculation import DraftAutotune, Drafter
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize
+from flexgen_h2o.files.terminal import ProgressBar
 from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.cpu.wait_policy import OpenMPWaitPolicy
@@ -34,6 +34,43 @@ from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import context
 from flexgen_h2o.storage.transfer import Transfers
+
+
+class RunBars:
+    """Bars for prefill (layers) and decode (steps), whose totals grow with each block.
+
+    Parameters
+    ----------
+    units : range
+        Units of a forward pass on this rank.
+    progress : bool or None
+        Show the bars. None: on a terminal only.
+    """
+
+    def __init__(self, units: range, *, progress: bool | None):
+        self._units = units
+        disable = None if progress is None else not progress
+        self._prefill = ProgressBar(total=0, desc="prefill", unit="layer", disable=disable)
+        self._decode = ProgressBar(total=0, desc="decode", unit="step", disable=disable)
+
+    def begin(self, block: Sequence[GPUBatch]) -> None:
+        """Add a block to the totals."""
+        layout = block[0].layout
+        passes = sum(layout.prefill_passes for batch in block if batch.fresh)
+        self._prefill.total = self._prefill.n + len(self._units) * passes
+        self._decode.total = self._decode.n + layout.new
+
+    def show(self, block: Sequence[GPUBatch], action: Action) -> None:
+        """Count a finished compute of a block."""
+        if block[0].layout.in_prefill(action.forward_pass):
+            self._prefill.update()
+        elif action.unit == self._units[-1] and action.batch == 0:
+            self._decode.update()
+
+    def close(self) -> None:
+        """Close the bars; their last state stays visible."""
+        self._prefill.close()
+        self._decode.close()
 
 
 class Runner:
@@ -147,7 +184,7 @@ class Runner:
         return BlockSize(
             policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, share_prompts,
             share_prefixes=share_prompts and not self.args.cache.simulated and not (
-                # Scores of a shared prefix are summed apart from those of the rest.
+                # Scores of a shared prefix are summed apart from scores of the rest.
                 self.args.batch_invariant and self.args.cache.evicts),
             draft_tokens=policy.draft_tokens)
 
@@ -185,7 +222,7 @@ class Runner:
         """Run a batch of a draft model on its own cache, between two decode steps of the model."""
         Executor(self.config, self.weights, workspace, transfers=self._transfers,
                  policy=self.args.policy, experts=self._experts).run(
-                     [batch], consumer, keep_cache=True, stats=self.new_stats())
+                     [batch], consumer, self.new_stats(), keep_cache=True)
 
     def run_block(self, workspace: Workspace, block: Sequence[GPUBatch],
                   consumer: LogitsConsumer, *, keep_cache: bool = False,
@@ -237,8 +274,8 @@ class Runner:
 
             stats = self.new_stats()
             try:
-                executor.run(block, consumer, keep_cache=keep_cache, on_compute=computed,
-                             should_end=should_end, stats=stats)
+                executor.run(block, consumer, stats, keep_cache=keep_cache, on_compute=computed,
+                             should_end=should_end)
             except BaseException:
                 if self._experts is not None:
                     self._experts.clear()

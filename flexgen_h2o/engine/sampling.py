@@ -251,9 +251,18 @@ class LogitsConsumer(ABC):
     def rows(self, batch: GPUBatch, forward_pass: int) -> torch.Tensor:
         """Return the rows of a forward pass that need logits: int64 [rows], on the host.
 
-        By default they are the rows of the sequences' newest tokens.
+        By default they are the row of the newest token of each of `batch.sampled`, and no rows in a
+        prefill pass before the last.
         """
-        return newest_rows(batch, forward_pass)
+        if batch.layout.token(forward_pass) < 0:
+            return torch.empty(0, dtype=torch.int64)
+        if not batch.layout.in_prefill(forward_pass):
+            return torch.arange(len(batch))
+        newest, row = {}, -1
+        for span in batch.spans(forward_pass):
+            row += len(span)
+            newest.update(dict.fromkeys(batch.duplicates[span.sequence], row))
+        return torch.tensor([row for _, row in sorted(newest.items())], dtype=torch.int64)
 
     @abstractmethod
     def reduce(self, batch: GPUBatch, forward_pass: int, row: int, logits: torch.Tensor
@@ -388,19 +397,3 @@ def _log_prob(token: int, values: Sequence[float], top: int) -> TokenLogProb:
     pairs = [(int(top_token), top_log_prob) for top_token, top_log_prob
              in zip(likeliest[:half], likeliest[half:], strict=True) if not math.isnan(top_token)]
     return TokenLogProb(token, log_prob, tuple(pairs[:top]))
-
-
-def newest_rows(batch: GPUBatch, forward_pass: int) -> torch.Tensor:
-    """Return the row of the newest token of each of `batch.sampled`: int64 [rows].
-
-    It is empty in a prefill pass before the last.
-    """
-    if batch.layout.token(forward_pass) < 0:
-        return torch.empty(0, dtype=torch.int64)
-    if not batch.layout.in_prefill(forward_pass):
-        return torch.arange(len(batch))
-    newest, row = {}, -1
-    for span in batch.spans(forward_pass):
-        row += len(span)
-        newest.update(dict.fromkeys(batch.duplicates[span.sequence], row))
-    return torch.tensor([row for _, row in sorted(newest.items())], dtype=torch.int64)

@@ -1,7 +1,7 @@
 """The zig-zag block schedule as a pure generator of actions (FlexGen, section 4.1). No torch.
 
-A unit is what is loaded and computed as one: the embedding, a decoder layer, or the head. With
-`sep_layer` the attention and the MLP of a decoder layer are two units.
+The units of a model are loaded and computed one after the other: the embedding, the decoder layers
+and the head. With `sep_layer`, attention and MLP of a decoder layer are two units.
 
 A block is several GPU batches that share every load of a unit's weights: for each forward pass,
 for each unit, for each batch. Overlap is lookahead: loads are issued one unit (weights), two

@@ -26,11 +26,11 @@ from flexgen_h2o.config.weight_layout import (
     MatrixLayout,
     WeightOptions,
 )
-from flexgen_h2o.engine.progress import ByteProgress, byte_bar
 from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.disk_cache import CacheFolder, build_once, cache_dir, find_copy, model_title
 from flexgen_h2o.files.source_files import SourceFiles
+from flexgen_h2o.files.terminal import ByteProgress, byte_bar
 from flexgen_h2o.kernels.dispatch import gpu_of, has_tensor_cores
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, View, resolve, unstacked
@@ -201,7 +201,7 @@ class ModelSource:
             return checkpoint, names
         if on_disk and self.gguf is None and self._converts(specs, checkpoint, names):
             with closing(checkpoint):
-                for name in names.values():  # the copy leaves out what is not floating-point
+                for name in names.values():  # the copy has floating-point tensors only
                     checkpoint.check_dtype(name)
             dtype = str(self.dtype).removeprefix("torch.")
             folder = converted_folder(self.folder, dtype, progress=progress,
@@ -395,7 +395,7 @@ def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, Weig
         config.json does not belong to the checkpoint: a tensor is missing, of another shape, or of
         a further layer. It is raised before memory is allocated by numbers of config.json.
     """
-    kind = family(config)
+    decoder = family(config)
     with plain:
         names = plain.names()
         if config.num_layers > len(names):  # each layer has at least one tensor
@@ -403,10 +403,11 @@ def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, Weig
                             f"for {config.num_layers} layers; do the two belong together?")
         checkpoint = unstacked(plain, _views(config))
         names = checkpoint.names()
-        weights = kind.weights(config)
-        head_names = resolve(checkpoint, weights.by_name().values(), kind.aliases)
-        extended = kind.weights(config.with_extra_layer())
-        beyond = [name for spec in extended.layers[-1].values() for name in kind.aliases(spec.name)]
+        weights = decoder.weights(config)
+        head_names = resolve(checkpoint, weights.by_name().values(), decoder.aliases)
+        extended = decoder.weights(config.with_extra_layer())
+        beyond = [name for spec in extended.layers[-1].values()
+                  for name in decoder.aliases(spec.name)]
         extra = next((name for name in beyond if name in names), None)
         if extra is not None and not config.extra_layers:
             raise UserError(f"{checkpoint.source} has a tensor {extra}, but config.json calls for "
@@ -440,10 +441,10 @@ def _refuse_own_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
     transformers 4 uses the token table then, and transformers 5 the output matrix.
     """
-    kind, names = family(config), checkpoint.names()
-    specs = (kind.weights(replace(config, tie_word_embeddings=tied)).head["lm_head"]
+    decoder, names = family(config), checkpoint.names()
+    specs = (decoder.weights(replace(config, tie_word_embeddings=tied)).head["lm_head"]
              for tied in (True, False))
-    table, head = (next((name for name in kind.aliases(spec.name) if name in names), None)
+    table, head = (next((name for name in decoder.aliases(spec.name) if name in names), None)
                    for spec in specs)
     if head is not None and not _same(checkpoint, table, head):
         raise UserError(f"{checkpoint.source}: tensor {head} differs from {table}, but config.json "

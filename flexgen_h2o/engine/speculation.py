@@ -135,7 +135,7 @@ class DraftAutotune:
         return int(min(self._longest, affordable)) if affordable >= self._shortest else 0
 
     def _row_seconds(self) -> float:
-        """Return the seconds of a drafted token: at most those of a decode step."""
+        """Return the seconds of a drafted token: at most the seconds of a decode step."""
         step = fmean(self._plain)
         rows = [(seconds - step * sequences) / drafted
                 for seconds, sequences, drafted in self._verified]

@@ -88,7 +88,7 @@ class WeightBuffer:
         """
         offsets = self.offsets.values()
         lead = Counter(offset % ALIGN for offset in offsets).most_common(1)[0][0] if offsets else 0
-        lead -= lead % 4  # tensors in float32 beside those of 16 bits stay aligned
+        lead -= lead % 4  # float32 tensors beside 16-bit ones stay aligned
         return lead if lead <= min(offsets, default=0) else 0
 
     def without_lead(self, content: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ class WeightBuffer:
 
 
 @dataclass
-class Unit:
+class UnitWeights:
     """The weights of one unit of the schedule, or of one expert.
 
     Attributes
@@ -130,12 +130,12 @@ class Unit:
     @property
     def fetched_bytes(self) -> int:
         """Bytes of compute memory that a fetch needs."""
-        return sum(round_up(part.nbytes, PAGE) for part in self.fetched)
+        return sum(round_up(buffer.nbytes, PAGE) for buffer in self.fetched)
 
     @property
     def disk_bytes(self) -> int:
         """Bytes that a fetch reads from disk."""
-        return sum(part.nbytes for part in self.fetched if part.host is None)
+        return sum(buffer.nbytes for buffer in self.fetched if buffer.host is None)
 
 
 class OffloadExtents(NamedTuple):

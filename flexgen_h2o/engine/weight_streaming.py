@@ -1,4 +1,4 @@
-"""Row shards: matrices on disk that are streamed through memory in parts.
+"""Row shards: matrices on disk that are streamed through memory piece by piece.
 
 A row shard is some outputs (rows) of a matrix. Its bytes are contiguous in the file, and so is its
 part of a matmul's output. Shards are read in the order of their use, a few ahead of the matmul.
@@ -138,10 +138,10 @@ class ShardStream:
         assert extent is not None  # tensors of the disk tier have been offloaded
         if len(shards) > 1:
             self._files.verify_whole(extent)
-        parts = [self._part(unit, shard, spec, extent) for shard in shards]
+        opened = [self._open_shard(unit, shard, spec, extent) for shard in shards]
         self._shards.setdefault(unit, []).extend(
-            part for part in parts if isinstance(part, _DiskShard))
-        return ShardedMatrix((spec.shape[0], spec.shape[1]), partial(self._parts, parts))
+            shard for shard in opened if isinstance(shard, _DiskShard))
+        return ShardedMatrix((spec.shape[0], spec.shape[1]), partial(self._contents, opened))
 
     def open(self) -> None:
         """Allocate the staging buffers, once all matrices are added."""
@@ -173,29 +173,29 @@ class ShardStream:
         self._started.clear()
         self._ring.reset()
 
-    def _part(self, unit: int, shard: RowShard, spec: TensorSpec, extent: Extent
-              ) -> _DiskShard | tuple[slice, Any]:
+    def _open_shard(self, unit: int, shard: RowShard, spec: TensorSpec, extent: Extent
+                    ) -> _DiskShard | tuple[slice, Any]:
         """Return a shard on disk, or the rows and content of one in memory."""
         weight_format, rows, columns = self._files.weight_format, shard.rows, spec.shape[1]
-        part = TensorSpec(spec.name, (rows.stop - rows.start, columns))
+        shard_spec = TensorSpec(spec.name, (rows.stop - rows.start, columns))
         before = TensorSpec(spec.name, (rows.start, columns))
         skipped = weight_format.nbytes(before) if rows.start else 0
-        extent = Extent(extent.path, extent.offset + skipped, weight_format.nbytes(part))
+        extent = Extent(extent.path, extent.offset + skipped, weight_format.nbytes(shard_spec))
         if shard.on_disk:
-            return _DiskShard(unit, rows, part, WeightBuffer.of_extents({"shard": extent}))
+            return _DiskShard(unit, rows, shard_spec, WeightBuffer.of_extents({"shard": extent}))
         content, offsets = self._files.read_extents([extent])
-        return rows, weight_format.view(content, offsets[extent], part)
+        return rows, weight_format.view(content, offsets[extent], shard_spec)
 
-    def _parts(self, parts: Sequence[_DiskShard | tuple[slice, Any]], x: torch.Tensor
-               ) -> Iterator[tuple[slice, Any]]:
-        """Yield the rows and content of all parts of a matrix; see `ShardedMatrix`."""
-        for part in parts:
-            if isinstance(part, _DiskShard):
-                with self._use(part) as buffer:
-                    yield part.rows, part.buffer.views(
-                        buffer.device, {"shard": part.spec}, self._files.weight_format)["shard"]
+    def _contents(self, shards: Sequence[_DiskShard | tuple[slice, Any]], x: torch.Tensor
+                  ) -> Iterator[tuple[slice, Any]]:
+        """Yield the rows and the content of each shard of a matrix; see `ShardedMatrix`."""
+        for shard in shards:
+            if isinstance(shard, _DiskShard):
+                with self._use(shard) as buffer:
+                    yield shard.rows, shard.buffer.views(
+                        buffer.device, {"shard": shard.spec}, self._files.weight_format)["shard"]
             else:
-                yield part
+                yield shard
 
     @contextmanager
     def _use(self, shard: _DiskShard) -> Iterator[StagingBuffer]:

@@ -1,7 +1,7 @@
 """The weights of a model on their tiers, loaded before compute needs them.
 
-Units are those of the schedule. The weights of a unit on one tier share one buffer: they are
-transferred by one copy and a few large reads. On disk they are the bytes of the checkpoint, the
+`engine.schedule` defines units. The weights of a unit on one tier share one buffer: they
+are transferred by one copy and a few large reads. On disk they are the bytes of the checkpoint, the
 weight cache or an offload file.
 """
 
@@ -21,7 +21,7 @@ from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine.weight_files import (
     PersistentOffloadFile,
-    Unit,
+    UnitWeights,
     Weight,
     WeightBuffer,
     WeightFiles,
@@ -69,8 +69,8 @@ class WeightStore:
     ----------
     tiers : dict of str to str
         Tier of each tensor by checkpoint name.
-    units : list of Unit
-    experts : dict of (layer, number) to Unit
+    units : list of UnitWeights
+    experts : dict of (layer, number) to UnitWeights
     pooled : float
         Share of the experts that slots must hold: see `pool_experts`.
     """
@@ -85,9 +85,10 @@ class WeightStore:
         self._transfers = transfers
         self._device: Device = transfers.device
         self._table_names = weights.tables
-        self.units = [Unit(dict(specs)) for specs in (weights.embed, *weights.layers, weights.head)]
-        self.experts: dict[ExpertKey, Unit] = {
-            (layer, number): Unit(dict(specs)) for layer, experts_of_layer in
+        self.units = [UnitWeights(dict(specs))
+                      for specs in (weights.embed, *weights.layers, weights.head)]
+        self.experts: dict[ExpertKey, UnitWeights] = {
+            (layer, number): UnitWeights(dict(specs)) for layer, experts_of_layer in
             enumerate(weights.experts) for number, specs in enumerate(experts_of_layer)}
         self._shards: dict[str, list[RowShard]] = {}
         self._stream = (None if shard_prefetch is None
@@ -194,8 +195,8 @@ class WeightStore:
                                                                self._shards[spec.name])
             self._stream.open()
         # Tables are looked up, never fetched.
-        self.units[0].fetched = [part for part in self.units[0].fetched if part.host is None
-                                 or not set(part.offsets) <= set(self._table_names)]
+        self.units[0].fetched = [buffer for buffer in self.units[0].fetched if buffer.host is None
+                                 or not set(buffer.offsets) <= set(self._table_names)]
         self._ring = BufferRing(self._transfers, self.staging_buffers(self.units, WEIGHT_BUFFERS),
                                 kind="weights")
 
@@ -211,7 +212,7 @@ class WeightStore:
             return {name: spec for name, spec in specs.items() if spec.name not in embedded}
         return specs
 
-    def _load_buffer(self, unit: Unit, tier: str, specs: Mapping[str, TensorSpec],
+    def _load_buffer(self, unit: UnitWeights, tier: str, specs: Mapping[str, TensorSpec],
                      arena: Arena | None = None) -> None:
         """Load tensors of a unit into one buffer on a tier."""
         buffer = self.files.buffer(specs)
@@ -246,15 +247,15 @@ class WeightStore:
             if table in embed.resident:
                 self._tables[table] = embed.resident[table]
                 head.resident.update(dict.fromkeys(tied, embed.resident[table]))
-            for part in embed.fetched:
-                if part.host is not None and table in part.offsets:
-                    views = part.views(part.host, embed.specs, self._weight_format)
+            for buffer in embed.fetched:
+                if buffer.host is not None and table in buffer.offsets:
+                    views = buffer.views(buffer.host, embed.specs, self._weight_format)
                     self._tables[table] = views[table]
-                    content = part.host[part.offsets[table] :][: self._bytes(spec)]
+                    content = buffer.host[buffer.offsets[table] :][: self._bytes(spec)]
                     head.fetched[:0] = [WeightBuffer(len(content), {name: 0}, host=content)
                                         for name in tied]
 
-    def staging_buffers(self, units: Sequence[Unit], count: int, *, small: bool = False
+    def staging_buffers(self, units: Sequence[UnitWeights], count: int, *, small: bool = False
                         ) -> list[StagingBuffer]:
         """Return a number of buffers into which each of these units can be fetched.
 
@@ -284,8 +285,8 @@ class WeightStore:
             # It is used a layer later: reads of the previous batches' cache come first.
             self._ring.load(index, partial(self.load_unit, unit=unit, ahead=True))
 
-    def load_unit(self, lane: Lane, staging: StagingBuffer, *, unit: Unit, ahead: bool = False
-                  ) -> None:
+    def load_unit(self, lane: Lane, staging: StagingBuffer, *, unit: UnitWeights,
+                  ahead: bool = False) -> None:
         """Fill a staging buffer with the weights of a unit that are not resident.
 
         Parameters
@@ -296,16 +297,16 @@ class WeightStore:
             See `Disk.read`.
         """
         start = 0
-        for part in unit.fetched:
-            end = start + round_up(part.nbytes, PAGE)
-            target, host = staging.device[start:end], part.host
+        for buffer in unit.fetched:
+            end = start + round_up(buffer.nbytes, PAGE)
+            target, host = staging.device[start:end], buffer.host
             if host is None and not self._device.is_gpu:
-                self.files.read(part, target, ahead=ahead)
+                self.files.read(buffer, target, ahead=ahead)
             else:
                 if host is None:
                     host = staging.host
-                    self.files.read(part, host, ahead=ahead)
-                source = part.without_lead(host)
+                    self.files.read(buffer, host, ahead=ahead)
+                source = buffer.without_lead(host)
                 lane.copy(target[: len(source)], source, H2D)
             start = end
 
@@ -316,8 +317,7 @@ class WeightStore:
             isinstance(weight, ShardedMatrix) for weight in unit.resident.values())
 
     def resident_weights(self, index: int, *names: str) -> dict[str, Weight] | None:
-        """Return the resident weights of a unit; None if one of `names` is not among them, or there
-        is no such unit."""
+        """Return the resident weights of a unit; None without the unit or one of `names`."""
         resident = self.units[index].resident if index < len(self.units) else {}
         return resident if resident.keys() >= set(names) else None
 
@@ -331,20 +331,23 @@ class WeightStore:
             return unit.resident
         return self.unit_weights(unit, self._ring.get(index))
 
-    def unit_weights(self, unit: Unit, staging: StagingBuffer) -> dict[str, Weight]:
+    def unit_weights(self, unit: UnitWeights, staging: StagingBuffer) -> dict[str, Weight]:
         """Return the weights of a unit by local name, after `load_unit` into a staging buffer."""
         weights = dict(unit.resident)
         start = 0
-        for part in unit.fetched:
-            weights.update(part.views(staging.device[start:], unit.specs, self._weight_format,
+        for buffer in unit.fetched:
+            weights.update(buffer.views(staging.device[start:], unit.specs, self._weight_format,
                                       aligned=self._device.is_gpu))
-            start += round_up(part.nbytes, PAGE)
+            start += round_up(buffer.nbytes, PAGE)
         return weights
 
-    def host_weights(self, unit: Unit) -> dict[str, Weight]:
+    def host_weights(self, unit: UnitWeights) -> dict[str, Weight]:
         """Return the weights of a unit by local name that are in the host memory of a GPU."""
-        return {name: weight for part in unit.fetched if part.host is not None
-                for name, weight in part.views(part.host, unit.specs, self._weight_format).items()}
+        weights: dict[str, Weight] = {}
+        for buffer in unit.fetched:
+            if buffer.host is not None:
+                weights |= buffer.views(buffer.host, unit.specs, self._weight_format)
+        return weights
 
     def reset(self) -> None:
         """Drop all fetches that have not been used; call it between runs."""

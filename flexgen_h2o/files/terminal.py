@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from flexgen_h2o.errors import UserError
+
+ByteProgress = Callable[[int, int], None]
+"""Called with the bytes done and all bytes."""
 
 
 def print_stdout(text: str, end: str = "\n") -> None:
@@ -85,3 +90,16 @@ class ProgressBar(tqdm):
             super().close()
         except (OSError, ValueError):
             self.disable = True
+
+
+@contextmanager
+def byte_bar(description: str, *, progress: bool | None) -> Iterator[ByteProgress]:
+    """Show a bar of bytes. Yields its update. progress=None: show it on a terminal only."""
+    with ProgressBar(desc=description, unit="B", unit_scale=True,
+                     disable=None if progress is None else not progress) as bar:
+
+        def update(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield update

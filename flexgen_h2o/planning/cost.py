@@ -1,6 +1,6 @@
 """The cost model: predicted seconds of a block and the resource that bounds them. No torch.
 
-It follows FlexGen (arXiv 2303.06865, section 4.3). With overlap, a layer step (embedding, decoder
+It follows FlexGen (arXiv 2303.06865, section 4.3). With overlap, a unit (embedding, decoder
 layer or head, for all batches of a block) takes as long as its busiest resource; without overlap,
 the times of all resources add up.
 """
@@ -24,7 +24,7 @@ from flexgen_h2o.planning.cost_accumulator import (
     RESOURCES,
     TERMS,
     CostAccumulator,
-    LayerStepCost,
+    UnitCost,
 )
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.planned_run import PlannedRun, part_bytes
@@ -88,9 +88,9 @@ def estimate(hardware: Hardware, run: PlannedRun) -> Estimate:
     """
     shares, load = placement_shares(run), run.workload
     phases = []
-    for layer_steps in layer_step_costs(hardware, run):
-        alone = sum(layer_step.count * (layer_step.seconds @ shares) for layer_step in layer_steps)
-        phases.append(Phase(float(sum(layer_step.elapsed(shares) for layer_step in layer_steps)),
+    for units in unit_costs(hardware, run):
+        alone = sum(unit.count * (unit.seconds @ shares) for unit in units)
+        phases.append(Phase(float(sum(unit.elapsed(shares) for unit in units)),
                             {name: float(alone[row]) for row, name in enumerate(RESOURCES)}))
     sequences = load.gpu_batch_size * load.num_gpu_batches
     prefill, step = phases
@@ -105,10 +105,10 @@ def placement_shares(run: PlannedRun) -> np.ndarray:
     return np.array([1, *weights.fractions(), *sequences, *policy.activations.fractions()])
 
 
-def layer_step_costs(hardware: Hardware, run: PlannedRun) -> tuple[tuple[LayerStepCost, ...],
-                                                                   tuple[LayerStepCost, ...]]:
-    """Return the layer steps of the prefill, and the layer steps of an average decode step."""
-    costs = _LayerStepCosts(hardware, run)
+def unit_costs(hardware: Hardware, run: PlannedRun
+               ) -> tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]]:
+    """Return the units of the prefill, and the units of an average decode step."""
+    costs = _UnitCosts(hardware, run)
     layers, passes = run.model.num_layers, run.passes
     rows = run.workload.gpu_batch_size
     prompt_rows = rows * run.workload.prompt_len / passes
@@ -123,8 +123,8 @@ def layer_step_costs(hardware: Hardware, run: PlannedRun) -> tuple[tuple[LayerSt
     return tuple(prefill), tuple(step)
 
 
-class _LayerStepCosts:
-    """Builder of the layer steps of a run.
+class _UnitCosts:
+    """Builder of the units of a run.
 
     A step is an average layer of an average forward pass, for all batches of a block, or of a group
     of batches in a pipeline.
@@ -153,9 +153,9 @@ class _LayerStepCosts:
             partial(part_bytes, run.weights, itemsize=run.itemsize)) / model.num_layers
         self._moe_share = model.expert_layers / model.num_layers
 
-    def _layer_step(self, count: float, cost: CostAccumulator, attention: np.ndarray | None = None,
-                    awaited: np.ndarray | None = None) -> LayerStepCost:
-        """Return a layer step whose resources overlap, or run one after the other without overlap.
+    def _unit(self, count: float, cost: CostAccumulator, attention: np.ndarray | None = None,
+              awaited: np.ndarray | None = None) -> UnitCost:
+        """Return a unit whose resources overlap, or run one after the other without overlap.
 
         Parameters
         ----------
@@ -185,18 +185,18 @@ class _LayerStepCosts:
         if policy.overlap:
             slowdown = max(0.0, self._hardware.read_interference - share)
             lanes[0] += slowdown * seconds[RESOURCES.index("disk->cpu")]
-        return LayerStepCost(count * self._run.groups, lanes, seconds)
+        return UnitCost(count * self._run.groups, lanes, seconds)
 
-    def embedding(self, rows: float, count: int) -> LayerStepCost:
+    def embedding(self, rows: float, count: int) -> UnitCost:
         """Return the cost of the embedding lookup of `rows` tokens a batch; only rows are
         transferred."""
         cost = CostAccumulator(self._hardware)
         self._load_weights(
             cost, self._batches * rows * self._model.embed_dim * self._run.itemsize)
         cost.store("activations", self._hidden_bytes(rows))
-        return self._layer_step(count, cost)
+        return self._unit(count, cost)
 
-    def head(self, rows: float, count: int) -> LayerStepCost:
+    def head(self, rows: float, count: int) -> UnitCost:
         """Return the cost of the logits of one row per sequence.
 
         The logits are computed once a phase, but the matrix is loaded in each of its `count`
@@ -211,9 +211,9 @@ class _LayerStepCosts:
         seconds = (self._matmul_seconds(batch, math.prod(matrix))
                    + logits * self._compute.logit_seconds)
         cost.add(COMPUTE, self._batches * seconds / count)
-        return self._layer_step(count, cost)
+        return self._unit(count, cost)
 
-    def prompt_layer(self, count: int) -> LayerStepCost:
+    def prompt_layer(self, count: int) -> UnitCost:
         """Return the cost of a decoder layer in a forward pass of the prefill."""
         load, passes = self._run.workload, self._run.passes
         tokens, batch = load.prompt_len / passes, load.gpu_batch_size
@@ -235,9 +235,9 @@ class _LayerStepCosts:
             self._cache.add_prompt(attention)
             cost.seconds += self._attention_share * attention.seconds
         self._add_states(cost, tokens, loads=(passes - 1) / passes)
-        return self._layer_step(count, cost)
+        return self._unit(count, cost)
 
-    def token_layer(self, count: int) -> LayerStepCost:
+    def token_layer(self, count: int) -> UnitCost:
         """Return the cost of a decoder layer in a decode step."""
         batch = self._run.workload.gpu_batch_size
         cost = self._layer_transfers(batch)
@@ -252,8 +252,8 @@ class _LayerStepCosts:
             attention.seconds *= self._attention_share
             awaited = self._cache.stall_seconds()
         cost.seconds += attention.seconds
-        return self._layer_step(count, cost, attention.seconds[0],
-                                None if awaited is None else self._attention_share * awaited)
+        return self._unit(count, cost, attention.seconds[0],
+                          None if awaited is None else self._attention_share * awaited)
 
     def _add_states(self, cost: CostAccumulator, tokens: float, *, loads: float = 1.0) -> None:
         """Add the recurrent states of an average layer: `tokens` tokens of each sequence.

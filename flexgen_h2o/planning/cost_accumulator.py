@@ -1,4 +1,4 @@
-"""Accumulate the seconds of a layer step by resource and placement share. No torch.
+"""Accumulate the seconds of a unit by resource and placement share. No torch.
 
 A resource is compute, the host's attention, or a link between two tiers. Seconds are affine in the
 placement shares, so that placements can be solved for as a linear program.
@@ -23,12 +23,12 @@ the constant."""
 
 
 @dataclass(frozen=True)
-class LayerStepCost:
-    """One kind of layer step of the schedule, for all batches of a block."""
+class UnitCost:
+    """One type of unit of the schedule, for all batches of a block."""
 
-    count: float  # number of these layer steps in a phase
+    count: float  # number of these units in a phase
     lanes: np.ndarray
-    """Seconds of each lane. Lanes run in parallel, so that the step takes as long as the slowest
+    """Seconds of each lane. Lanes run in parallel, so that the unit takes as long as the slowest
     one. Interference between lanes is included."""
     seconds: np.ndarray  # seconds of each resource without interference
 
@@ -38,7 +38,7 @@ class LayerStepCost:
 
 
 class CostAccumulator:
-    """Accumulator of the seconds of one layer step."""
+    """Accumulator of the seconds of one unit."""
 
     def __init__(self, hardware: Hardware):
         self._hardware = hardware

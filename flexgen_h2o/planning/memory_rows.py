@@ -1,6 +1,6 @@
 """The rows of the memory plan: bytes of each kind of data on each tier. No torch.
 
-Scratch memory counts once, for the layer step that needs the most.
+Scratch memory counts once, for the unit that needs the most.
 """
 
 from __future__ import annotations

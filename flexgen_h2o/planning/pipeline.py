@@ -13,7 +13,7 @@ from functools import partial
 
 from flexgen_h2o.config.parallel import Stage, balance_layers, num_batch_groups
 from flexgen_h2o.errors import InsufficientMemory, UserError
-from flexgen_h2o.planning.cost import Estimate, Phase, estimate, layer_step_costs, placement_shares
+from flexgen_h2o.planning.cost import Estimate, Phase, estimate, placement_shares, unit_costs
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.planned_run import PlannedRun
@@ -50,7 +50,7 @@ def layer_seconds(hardware: Hardware, run: PlannedRun, ranks: int) -> list[float
     shares, steps = placement_shares(run), run.workload.gen_len - 1
     embedding, inner, head = (
         float(prefill.elapsed(shares) + steps * step.elapsed(shares))
-        for prefill, step in zip(*layer_step_costs(hardware, run), strict=True))
+        for prefill, step in zip(*unit_costs(hardware, run), strict=True))
     seconds = [inner / layers] * layers
     seconds[0] += embedding
     seconds[-1] += head

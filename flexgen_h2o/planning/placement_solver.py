@@ -17,7 +17,7 @@ from scipy.optimize import linprog
 
 from flexgen_h2o.config.placement import PLACED, TIERS, Placement
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.planning.cost import layer_step_costs, placement_shares
+from flexgen_h2o.planning.cost import placement_shares, unit_costs
 from flexgen_h2o.planning.cost_accumulator import TERMS
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
@@ -51,11 +51,10 @@ class PlacementSolver:
         self.run = run if run.model.experts is None else self._place_dense_weights(run)
         # Without a GPU the tiers gpu and cpu are the same memory.
         self._tiers = TIERS if run.has_gpu else ("gpu", "disk")
-        prefill, step = layer_step_costs(hardware, run)
+        prefill, step = unit_costs(hardware, run)
         steps = run.workload.gen_len - 1
-        self._layer_steps = [*prefill, *(replace(layer_step, count=layer_step.count * steps)
-                                         for layer_step in step
-                                         if steps)]
+        self._units = [*prefill, *(replace(unit, count=unit.count * steps)
+                                   for unit in step if steps)]
         # As floats: a file may give a disk more bytes than an integer of NumPy's holds.
         self._free = np.array([math.inf if limits.free(tier) is None else limits.free(tier)
                                for tier in TIERS], dtype=float)
@@ -139,7 +138,7 @@ class PlacementSolver:
 
     def _block_seconds(self, shares: np.ndarray) -> Any:
         """Return the seconds of a block for placement shares [TERMS] or [TERMS, n]."""
-        return sum(layer_step.elapsed(shares) for layer_step in self._layer_steps)
+        return sum(unit.elapsed(shares) for unit in self._units)
 
     def _run_seconds(self, run: PlannedRun) -> float:
         return float(self._block_seconds(placement_shares(run)))
@@ -224,35 +223,35 @@ class PlacementSolver:
     def _solve_lp(self, free: np.ndarray, cache_tier: str | None = None) -> np.ndarray | None:
         """Return the shares of least time that take at most `free` bytes [tiers]; None if none do.
 
-        The variables are the shares and the seconds of each layer step, which are at least those of
+        The variables are the shares and the seconds of each unit, which are at least those of
         each of its lanes. The whole cache is on `cache_tier`, if given.
         """
         bytes_of = self._bytes_by_term
         limited = np.isfinite(free)
         rows = [np.hstack((bytes_of[limited, 1:],
-                           np.zeros((limited.sum(), len(self._layer_steps)))))]
+                           np.zeros((limited.sum(), len(self._units)))))]
         limits = [free[limited] - bytes_of[limited, 0]]
         scale = np.maximum(np.abs(rows[0]).max(axis=1), 1)
         rows[0], limits[0] = rows[0] / scale[:, None], limits[0] / scale
         constant = self._block_seconds(np.array([1.0] + [0.0] * len(_SHARES)))
-        for index, layer_step in enumerate(self._layer_steps):
-            weight = layer_step.count / constant  # keeps numbers near 1
-            elapsed = np.zeros((len(layer_step.lanes), len(self._layer_steps)))
+        for index, unit in enumerate(self._units):
+            weight = unit.count / constant  # keeps numbers near 1
+            elapsed = np.zeros((len(unit.lanes), len(self._units)))
             elapsed[:, index] = -1
-            rows.append(np.hstack((layer_step.lanes[:, 1:] * weight, elapsed)))
-            limits.append(-layer_step.lanes[:, 0] * weight)
+            rows.append(np.hstack((unit.lanes[:, 1:] * weight, elapsed)))
+            limits.append(-unit.lanes[:, 0] * weight)
         slower = [_TIER_PENALTY * TIERS.index(tier) for _, tier in _SHARES]
-        sums_to_one = np.zeros((len(PLACED), len(_SHARES) + len(self._layer_steps)))
+        sums_to_one = np.zeros((len(PLACED), len(_SHARES) + len(self._units)))
         for index, kind in enumerate(PLACED):
             sums_to_one[index, [number for number, (k, _) in enumerate(_SHARES) if k == kind]] = 1
         share_bounds = [
             (0, int(tier in self._tiers and (kind != "cache" or cache_tier in (None, tier))))
             for kind, tier in _SHARES]
         solution = linprog(
-            [*slower, *[1] * len(self._layer_steps)], A_ub=np.vstack(rows),
+            [*slower, *[1] * len(self._units)], A_ub=np.vstack(rows),
             b_ub=np.concatenate(limits),
             A_eq=sums_to_one, b_eq=np.ones(len(PLACED)),
-            bounds=[*share_bounds, *[(0, None)] * len(self._layer_steps)], method="highs")
+            bounds=[*share_bounds, *[(0, None)] * len(self._units)], method="highs")
         return solution.x[: len(_SHARES)] if solution.success else None
 
     @cached_property

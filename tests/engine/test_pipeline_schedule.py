@@ -1,4 +1,4 @@
-"""The steps of a pipeline's ranks, carried out together: no deadlock, all in order, and no idling.
+"""The actions of a pipeline's ranks, executed together: no deadlock, in order, and no idling.
 
 Messages behave as badly as MPI allows: a send ends when its receive has been posted, and the number
 of messages in flight is limited.
@@ -33,13 +33,13 @@ def pipelines(draw):
         "groups": draw(st.integers(1, 6))}
 
 
-def steps_of_ranks(passes, bounds, batches, options):
+def actions_of_ranks(passes, bounds, batches, options):
     return [list(schedule(passes, bounds[-1], batches, stage=Stage.for_rank(rank, bounds),
                           **options)) for rank in range(len(bounds) - 1)]
 
 
 class Simulation:
-    """Carries out the ranks' steps; a compute takes one unit of time, all else none."""
+    """Executes the ranks' actions; a compute takes one unit of time, all else none."""
 
     def __init__(self, ranks, bounds, sep_layer, window):
         self.ranks, self.window = ranks, window
@@ -52,19 +52,19 @@ class Simulation:
         places = [0] * len(ranks)
         while True:
             before = list(places)
-            for rank, steps in enumerate(ranks):
-                while places[rank] < len(steps) and self._do(rank, steps[places[rank]]):
+            for rank, actions in enumerate(ranks):
+                while places[rank] < len(actions) and self._do(rank, actions[places[rank]]):
                     places[rank] += 1
             if places == before:
                 break
-        left = {rank: steps[place:][:1] for rank, (place, steps) in enumerate(
-            zip(places, ranks, strict=True)) if place < len(steps)}
+        left = {rank: actions[place:][:1] for rank, (place, actions) in enumerate(
+            zip(places, ranks, strict=True)) if place < len(actions)}
         assert not left, f"deadlock at {left}"
         for channel, sent in self.sent.items():
             assert self.taken[channel] == len(sent) == len(self.asked[channel])
 
     def _do(self, rank, action):
-        """Carry out a step, unless it has to wait for another rank."""
+        """Execute an action, unless it has to wait for another rank."""
         what, last = (action.forward_pass, action.batch), len(self.ranks) - 1
         into, out, tokens = (HIDDEN, rank - 1), (HIDDEN, rank), (TOKENS, rank)
         if action.op is Op.RECEIVE_HIDDEN:
@@ -115,7 +115,7 @@ class Simulation:
 @given(pipelines(), st.integers(1, 3))
 def test_ranks_compute_everything_once_without_deadlock(pipeline, window):
     passes, bounds, batches, options = pipeline
-    ranks = steps_of_ranks(*pipeline)
+    ranks = actions_of_ranks(*pipeline)
     done = Simulation(ranks, bounds, options["sep_layer"], window)
     units = num_units(bounds[-1], options["sep_layer"])
     assert set(done.computed) == {Action(Op.COMPUTE, i, j, k) for i in range(passes)
@@ -131,12 +131,12 @@ def test_ranks_compute_everything_once_without_deadlock(pipeline, window):
 @example((1, [0, 1, 3], 3, {"overlap": True, "attend_early_from": 0, "sep_layer": False,
                             "keep_cache": False, "groups": 1}))
 def test_each_rank_loads_what_its_computes_need(pipeline):
-    """One rank's steps in their order: buffers, weights and caches as on one rank alone."""
+    """One rank's actions in their order: buffers, weights and caches as on one rank alone."""
     passes, bounds, batches, options = pipeline
-    for rank, steps in enumerate(steps_of_ranks(*pipeline)):
+    for rank, actions in enumerate(actions_of_ranks(*pipeline)):
         own = Stage.for_rank(rank, bounds).units(options["sep_layer"])
         weights, cache, stored, hidden, started = set(), {}, {}, {}, set()
-        for action in steps:
+        for action in actions:
             key, where = (action.unit, action.batch), (action.forward_pass, action.batch)
             assert action.unit in own
             if action.op is Op.LOAD_WEIGHTS:
@@ -174,7 +174,7 @@ def test_each_rank_loads_what_its_computes_need(pipeline):
                         Stage.for_rank(rank, bounds).is_last_stage):
                     hidden.pop(where)
         assert not weights and not hidden
-        attended = Counter(action.op for action in steps)[Op.LOAD_CACHE]
+        attended = Counter(action.op for action in actions)[Op.LOAD_CACHE]
         assert attended == passes * batches * (bounds[rank + 1] - bounds[rank])
 
 
@@ -184,16 +184,16 @@ def test_ranks_idle_only_at_the_start_and_the_end(ranks, batches, groups, idle):
     """The ranks of most units compute without a pause but for the first batches' way to
     them: `idle` units of a group's time on one unit."""
     bounds = [2 * rank for rank in range(ranks + 1)]
-    steps = steps_of_ranks(6, bounds, batches, {"groups": groups})
-    done = Simulation(steps, bounds, False, window=batches)
+    actions = actions_of_ranks(6, bounds, batches, {"groups": groups})
+    done = Simulation(actions, bounds, False, window=batches)
     # The first and the last rank have a unit more each: embedding and head.
     most = 6 * batches * 3
     assert most <= max(done.clocks) <= most + 3 * idle
 
 
 def test_ranks_of_one_group_wait_for_each_other():
-    steps = steps_of_ranks(6, [0, 2, 4], 4, {"groups": 1})
-    idle = max(Simulation(steps, [0, 2, 4], False, window=4).clocks) - 6 * 4 * 3
+    actions = actions_of_ranks(6, [0, 2, 4], 4, {"groups": 1})
+    idle = max(Simulation(actions, [0, 2, 4], False, window=4).clocks) - 6 * 4 * 3
     assert idle > 6 * 4  # in each pass but for the edge of a unit
 
 

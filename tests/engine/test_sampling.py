@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config.sampling import SamplingParams, mix_seed
 from flexgen_h2o.engine.blocks import BlockQueue, BlockSize, Request
-from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler, newest_rows
+from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler
 from flexgen_h2o.engine.scoring import DecodeScorer, PrefillScorer
 from flexgen_h2o.errors import NonFiniteLogits, UserError
 
@@ -473,7 +473,7 @@ def test_inputs_of_each_forward_pass(lengths, chunk):
             seen[i // 100].append(i % 100)
         ended = [r.key for r in batch.requests if len(seen[r.key]) == lengths[r.key]]
         assert (len(ended) == len(lengths)) == (forward_pass == passes - 1), "all end in the last"
-        last = newest_rows(batch, forward_pass).tolist()
+        last = GenerationSampler({}).rows(batch, forward_pass).tolist()
         assert [ids[row] % 100 for row in last] == (
             [lengths[r.key] - 1 for r in batch.requests] if forward_pass == passes - 1 else [])
     assert all(found == list(range(lengths[key])) for key, found in seen.items())
@@ -532,7 +532,7 @@ def test_equal_prompts_are_adjacent_and_computed_once(kinds, size, chunk):
                    for lead, places in batch.duplicates.items() for place in places)
         forward_pass = batch.layout.prefill_passes - 1
         ids, _ = batch.inputs(forward_pass)
-        assert [ids[row] for row in newest_rows(batch, forward_pass)] == [
+        assert [ids[row] for row in GenerationSampler({}).rows(batch, forward_pass)] == [
             request.prompt[-1] for request in batch.requests]
 
 

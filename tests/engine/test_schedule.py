@@ -1,4 +1,4 @@
-"""The block schedule: every dependency before its use, each step once, two units live."""
+"""The block schedule: every dependency before its use, each action once, two units live."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from flexgen_h2o.engine.schedule import MOVES, Action, Op, num_units, schedule
 
 @dataclass
 class ScheduleCase:
-    """The steps of a run, and the place of each among them."""
+    """The actions of a run, and the place of each among them."""
 
     passes: int
     layers: int
@@ -22,14 +22,14 @@ class ScheduleCase:
     sep: bool = False
     keeps: bool = False
     no_ops: frozenset[Op] = frozenset()
-    steps: list[Action] = field(init=False)
+    actions: list[Action] = field(init=False)
 
     def __post_init__(self):
-        self.steps = list(schedule(self.passes, self.layers, self.batches, overlap=self.overlap,
+        self.actions = list(schedule(self.passes, self.layers, self.batches, overlap=self.overlap,
                                    attend_early_from=self.attend_early_from, sep_layer=self.sep,
                                    keep_cache=self.keeps, no_ops=self.no_ops))
-        self.place = {action: index for index, action in enumerate(self.steps)}
-        self.computes = [action for action in self.steps if action.op is Op.COMPUTE]
+        self.place = {action: index for index, action in enumerate(self.actions)}
+        self.computes = [action for action in self.actions if action.op is Op.COMPUTE]
         self.units = num_units(self.layers, self.sep)
 
     def attends(self, layer):
@@ -49,12 +49,12 @@ runs = st.builds(ScheduleCase, **SIZES)
 
 
 @given(runs)
-def test_every_step_comes_once_and_computes_in_order(run):
-    assert max(Counter(run.steps).values()) == 1
+def test_every_action_comes_once_and_computes_in_order(run):
+    assert max(Counter(run.actions).values()) == 1
     assert run.computes == [Action(Op.COMPUTE, i, j, k) for i in range(run.passes)
                             for j in range(run.units) for k in range(run.batches)]
     attentions = run.passes * run.layers * run.batches
-    counts = Counter(action.op for action in run.steps)
+    counts = Counter(action.op for action in run.actions)
     assert counts[Op.LOAD_CACHE] == attentions
     unread = 0 if run.keeps else run.layers * run.batches  # what the last forward pass adds
     assert counts[Op.STORE_CACHE] == attentions - unread
@@ -62,7 +62,7 @@ def test_every_step_comes_once_and_computes_in_order(run):
     assert counts[Op.LOAD_HIDDEN] == counts[Op.STORE_HIDDEN] == hidden
     assert counts[Op.LOAD_WEIGHTS] == counts[Op.RELEASE_WEIGHTS] == run.passes * run.units
     early = run.attend_early_from is not None and run.overlap and run.batches > 1
-    assert [action for action in run.steps if action.op is Op.ATTEND] == [
+    assert [action for action in run.actions if action.op is Op.ATTEND] == [
         run.attention(action) for action in run.computes
         if early and action.forward_pass >= run.attend_early_from and run.attends(action.unit)]
 
@@ -70,8 +70,8 @@ def test_every_step_comes_once_and_computes_in_order(run):
 @given(no_ops=st.sets(st.sampled_from(sorted(MOVES, key=lambda kind: kind.value)), min_size=3)
        | st.just(MOVES), options=st.fixed_dictionaries(SIZES))
 def test_no_ops_are_left_out(no_ops, options):
-    assert ScheduleCase(**options, no_ops=no_ops).steps == [
-        action for action in ScheduleCase(**options).steps if action.op not in no_ops]
+    assert ScheduleCase(**options, no_ops=no_ops).actions == [
+        action for action in ScheduleCase(**options).actions if action.op not in no_ops]
 
 
 @given(runs)
@@ -80,7 +80,7 @@ def test_dependencies_come_before_their_uses(run):
     for action, index in place.items():
         i, j, k = action.forward_pass, action.unit, action.batch
         if action.op is Op.COMPUTE:
-            # The step that reads what is loaded.
+            # The action that reads what is loaded.
             first = place.get(run.attention(action), index)
             assert first <= index
             assert place[Action(Op.LOAD_WEIGHTS, i, j, None)] < first
@@ -103,7 +103,7 @@ def test_dependencies_come_before_their_uses(run):
 def test_at_most_two_weights_and_three_buffers_are_live(run):
     """A load of cache or hidden states takes the buffer of the third last, as an embedding does."""
     weights, most = set(), 0
-    for action in run.steps:
+    for action in run.actions:
         if action.op is Op.LOAD_WEIGHTS:
             weights.add((action.forward_pass, action.unit))
         elif action.op is Op.RELEASE_WEIGHTS:
@@ -112,9 +112,9 @@ def test_at_most_two_weights_and_three_buffers_are_live(run):
     assert most == (2 if run.overlap else 1) and not weights
     for load, store in ((Op.LOAD_CACHE, Op.STORE_CACHE),
                         (Op.LOAD_HIDDEN, Op.STORE_HIDDEN)):
-        stored = {(s.forward_pass, s.unit, s.batch) for s in run.steps if s.op is store}
+        stored = {(s.forward_pass, s.unit, s.batch) for s in run.actions if s.op is store}
         live = set()
-        for action in run.steps:
+        for action in run.actions:
             key = (action.forward_pass, action.unit, action.batch)
             embeds = action.op is Op.COMPUTE and action.unit == 0 and load is Op.LOAD_HIDDEN
             if action.op is load or embeds:
@@ -153,12 +153,12 @@ def test_attention_starts_before_the_previous_compute(run):
 
 @pytest.mark.parametrize("sep, last", [(False, 2), (True, 3)])
 def test_units_of_a_pass(sep, last):
-    layers = {action.unit for action in ScheduleCase(1, 1, 1, sep=sep).steps}
+    layers = {action.unit for action in ScheduleCase(1, 1, 1, sep=sep).actions}
     assert layers == set(range(last + 1)) and num_units(1, sep) == last + 1
 
 
-def test_steps_follow_the_zig_zag_of_the_paper():
-    shown = [(s.op.name, s.forward_pass, s.unit, s.batch) for s in ScheduleCase(1, 1, 2).steps]
+def test_actions_follow_the_zig_zag_of_the_paper():
+    shown = [(s.op.name, s.forward_pass, s.unit, s.batch) for s in ScheduleCase(1, 1, 2).actions]
     assert shown[:7] == [
         ("LOAD_WEIGHTS", 0, 0, None), ("LOAD_WEIGHTS", 0, 1, None), ("LOAD_CACHE", 0, 1, 0),
         ("COMPUTE", 0, 0, 0), ("STORE_HIDDEN", 0, 0, 0), ("LOAD_HIDDEN", 0, 1, 0),

@@ -20,7 +20,7 @@ from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.registry import published
-from flexgen_h2o.planning.cost import estimate, layer_step_costs
+from flexgen_h2o.planning.cost import estimate, unit_costs
 from flexgen_h2o.planning.cost_accumulator import RESOURCES, TERMS
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.placement_solver import PlacementSolver
@@ -226,7 +226,7 @@ def test_uniform_counts_place_as_no_counts(hardware):
         run.policy, expert_choices=choices)), limits) for choices in (None, alike))
     assert counted.seconds == pytest.approx(plain.seconds, rel=1e-4)
     assert counted.best().policy == replace(plain.best().policy, expert_choices=alike)
-    steps = layer_step_costs(hardware, replace(run, policy=replace(run.policy,
+    steps = unit_costs(hardware, replace(run, policy=replace(run.policy,
                                                                  expert_choices=alike)))[1]
     on_disk = [step.seconds[RESOURCES.index("disk->cpu"), TERMS.index(("weights", "disk"))]
                for step in steps]
@@ -325,4 +325,4 @@ def test_auto_places_experts_by_themselves(hardware):
         model=QWEN, prompt_len=64, gen_len=64, itemsize=2, gpu_batch_size=4, num_gpu_batches=1),
         limits)
     assert choices[0].run.policy.experts is not None
-    assert len(layer_step_costs(hardware, best)) == 2
+    assert len(unit_costs(hardware, best)) == 2

@@ -33,10 +33,9 @@ from flexgen_h2o.commands.batch.job import Job
 from flexgen_h2o.commands.batch.progress import JobProgress, draw
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.distributed.replicas import ReplicaRank, WindowQueue
-from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import SettingsFile, report_partial
-from flexgen_h2o.files.terminal import print_stdout
+from flexgen_h2o.files.terminal import byte_bar, print_stdout
 from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics import report
