@@ -91,6 +91,14 @@ def test_tokens_of_transformers_for_every_policy(tiny_model, wanted, tmp_path, k
         assert overlap or stats.expert_prefetches == 0
 
 
+def test_a_fitted_batch_size_keeps_a_mixtures_tokens(tiny_model, wanted):
+    prompts, expected = wanted("mixtral")
+    with LLM(str(tiny_model("mixtral").folder), dtype="float32", weight_cache=None) as llm:
+        assert llm.fit_batch(prompt_len=12, gen_len=NEW, max_batch_size=3) == 3
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        assert [out.token_ids for out in outputs] == expected
+
+
 @pytest.mark.parametrize("key", ["qwen2_moe", "mixtral"])
 def test_experts_in_host_memory_run_on_the_cpu(tiny_model, wanted, tmp_path, device, key):
     """Beside a GPU none of them is copied, and those on disk are loaded; without one it is the
