@@ -163,12 +163,12 @@ class RecurrentStates:
                 continue
             states = _rows(tier.get(layer, batch))
             lengths = [len(span) for span in tier_spans]
-            places = slice(first, first + sum(lengths))
-            first = places.stop
+            tier_rows = slice(first, first + sum(lengths))
+            first = tier_rows.stop
             for span in tier_spans:
                 if span.start == 0:
                     states[span.sequence - tier.first].zero_()
-            outputs.append(rule(*(x[places] for x in rows), states, lengths=lengths,
+            outputs.append(rule(*(x[tier_rows] for x in rows), states, lengths=lengths,
                                 sequences=[span.sequence - tier.first for span in tier_spans]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

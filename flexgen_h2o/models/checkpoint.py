@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +41,7 @@ class TensorInfo:
     checksum: int | None = None
 
 
-class Checkpoint(ABC):
+class Checkpoint:
     """Named tensors that are read one at a time. Thread-safe.
 
     Attributes
@@ -55,24 +54,24 @@ class Checkpoint(ABC):
 
     source: str
     absent: Mapping[str, Path] = MappingProxyType({})
+    _infos: Mapping[str, TensorInfo]
 
-    @abstractmethod
     def names(self) -> Collection[str]:
         """Return the names of all tensors."""
+        return self._infos.keys()
 
-    @abstractmethod
     def info(self, name: str) -> TensorInfo:
         """Return the metadata of a tensor; raise KeyError if there is none of that name."""
+        return self._infos[name]
 
-    @abstractmethod
+    # Subclasses override one of these, and the second if they can read a part of a tensor.
+
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
         """Fill `out`, which is checked already."""
+        self._fill_part(name, info, 0, out)
 
     def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, which is checked already, with elements from `start` on.
-
-        Subclasses override this if they can read a part of a tensor.
-        """
+        """Fill `out`, which is checked already, with elements from `start` on."""
         tensor = torch.empty(info.shape, dtype=out.dtype)
         self._fill(name, info, tensor)
         out.view(-1).copy_(tensor.view(-1)[start : start + out.numel()])
@@ -178,6 +177,26 @@ class Checkpoint(ABC):
         self.close()
 
 
+def fill_rows(out: torch.Tensor, start: int, columns: int,
+              values: Callable[[int, int], torch.Tensor]) -> None:
+    """Fill `out` with elements from `start` on of a tensor whose rows are computed.
+
+    Parameters
+    ----------
+    columns : int
+        Elements of a row.
+    values : callable (first, stop) -> float Tensor [stop - first, columns]
+        Compute some rows.
+    """
+    flat = out.view(-1)
+    end, step = start + len(flat), max(1, _SCRATCH_ELEMENTS // columns)
+    for first in range(start // columns, -(-end // columns), step):
+        stop = min(first + step, -(-end // columns))
+        begin, finish = max(start, first * columns), min(end, stop * columns)
+        flat[begin - start : finish - start].copy_(
+            values(first, stop).view(-1)[begin - first * columns : finish - first * columns])
+
+
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -273,7 +292,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Region:
     """The position of a view, or of a part of it, in a tensor of known shape, in elements."""
 
     shape: tuple[int, ...]
@@ -308,8 +327,8 @@ class StackedCheckpoint(Checkpoint):
         self.source, self.absent, self._inner = inner.source, inner.absent, inner
         present = inner.names()
         self._views: dict[str, View] = {}
-        for name, places in views.items():
-            view = next((view for view in places if view.tensor in present), None)
+        for name, candidates in views.items():
+            view = next((view for view in candidates if view.tensor in present), None)
             if view is not None and name not in present:
                 self._views[name] = view
         viewed = {view.tensor for view in self._views.values()}
@@ -328,22 +347,22 @@ class StackedCheckpoint(Checkpoint):
             rows, (_, width) = self._block(name)
             shape = (width, len(rows)) if view.transposed else (len(rows), width)
             return replace(stacked, shape=(view.blocks, *shape), extent=None, checksum=None)
-        (place, *others), extent = self._places(name), None
-        height = sum(part.shape[0] for part in (place, *others))
+        (region, *others), extent = self._regions(name), None
+        height = sum(part.shape[0] for part in (region, *others))
         if (stacked.extent is not None and not view.transposed and not others
-                and place.rows.step == 1):
+                and region.rows.step == 1):
             size = stacked.dtype.itemsize
-            first = (place.start + place.rows.start * place.width) * size
+            first = (region.start + region.rows.start * region.width) * size
             extent = Extent(stacked.extent.path, stacked.extent.offset + first,
-                            math.prod(place.shape) * size)
-        return replace(stacked, shape=(height, *place.shape[1:]), extent=extent, checksum=None)
+                            math.prod(region.shape) * size)
+        return replace(stacked, shape=(height, *region.shape[1:]), extent=extent, checksum=None)
 
-    def _places(self, name: str) -> list[_Place]:
+    def _regions(self, name: str) -> list[_Region]:
         """Return the positions of a view's rows, or of each of its parts."""
         view = self._views[name]
-        return [self._place(name, rows) for rows in view.parts or (view.rows,)]
+        return [self._region(name, rows) for rows in view.parts or (view.rows,)]
 
-    def _place(self, name: str, view_rows: range | None) -> _Place:
+    def _region(self, name: str, view_rows: range | None) -> _Region:
         """Return the position of some rows of a view's tensor; None: of all rows.
 
         Raise `UserError` if the tensor has no such part.
@@ -361,7 +380,8 @@ class StackedCheckpoint(Checkpoint):
         if not fits or not inside or not 0 <= entry < entries:
             raise self._missing(name)
         width = shape[1] if len(shape) == 2 else 1
-        return _Place((len(rows), *transposed[1:]), entry * math.prod(shape), rows, width, shape[0])
+        return _Region((len(rows), *transposed[1:]), entry * math.prod(shape), rows, width,
+                       shape[0])
 
     def _block(self, name: str) -> tuple[range, tuple[int, int]]:
         """Return the rows of a view in a block, and the (height, width) of a stored block."""
@@ -387,16 +407,16 @@ class StackedCheckpoint(Checkpoint):
         if view.blocks:
             self._fill_blocks(name, out)
             return
-        places = self._places(name)
-        for place, part in zip(places, out.split([place.shape[0] for place in places]),
+        regions = self._regions(name)
+        for region, part in zip(regions, out.split([region.shape[0] for region in regions]),
                                strict=True):
             if view.transposed:
-                self._fill_transposed(view.tensor, place, part)
-            elif place.rows.step == 1:
-                first = place.start + place.rows.start * place.width
+                self._fill_transposed(view.tensor, region, part)
+            elif region.rows.step == 1:
+                first = region.start + region.rows.start * region.width
                 self._inner.read_part(view.tensor, first, part)
             else:
-                self._fill_strided(view.tensor, place, part.view(len(place.rows), place.width))
+                self._fill_strided(view.tensor, region, part.view(len(region.rows), region.width))
 
     def _fill_blocks(self, name: str, out: torch.Tensor) -> None:
         """Read some rows of each block."""
@@ -409,45 +429,45 @@ class StackedCheckpoint(Checkpoint):
             part = part[:, rows.start : rows.stop : rows.step]
             target.copy_(part.transpose(1, 2) if view.transposed else part)
 
-    def _fill_transposed(self, tensor: str, place: _Place, out: torch.Tensor) -> None:
+    def _fill_transposed(self, tensor: str, region: _Region, out: torch.Tensor) -> None:
         """Read columns of the stored entry as rows."""
-        step = max(1, _SCRATCH_ELEMENTS // max(1, place.width))
-        scratch = torch.empty(min(step, place.height), place.width, dtype=out.dtype)
-        columns = slice(place.rows.start, place.rows.stop, place.rows.step)
-        for first in range(0, place.height, step):
-            part = scratch[: place.height - first]
-            self._inner.read_part(tensor, place.start + first * place.width, part)
+        step = max(1, _SCRATCH_ELEMENTS // max(1, region.width))
+        scratch = torch.empty(min(step, region.height), region.width, dtype=out.dtype)
+        columns = slice(region.rows.start, region.rows.stop, region.rows.step)
+        for first in range(0, region.height, step):
+            part = scratch[: region.height - first]
+            self._inner.read_part(tensor, region.start + first * region.width, part)
             out[:, first : first + len(part)] = part[:, columns].T
 
-    def _fill_strided(self, tensor: str, place: _Place, out: torch.Tensor) -> None:
+    def _fill_strided(self, tensor: str, region: _Region, out: torch.Tensor) -> None:
         """Read every n-th stored row."""
-        skip = place.rows.step
-        step = max(1, _SCRATCH_ELEMENTS // max(1, place.width * skip))
-        for first in range(0, len(place.rows), step):
-            rows = place.rows[first : first + step]
-            part = torch.empty(rows[-1] + 1 - rows[0], place.width, dtype=out.dtype)
-            self._inner.read_part(tensor, place.start + rows[0] * place.width, part)
+        skip = region.rows.step
+        step = max(1, _SCRATCH_ELEMENTS // max(1, region.width * skip))
+        for first in range(0, len(region.rows), step):
+            rows = region.rows[first : first + step]
+            part = torch.empty(rows[-1] + 1 - rows[0], region.width, dtype=out.dtype)
+            self._inner.read_part(tensor, region.start + rows[0] * region.width, part)
             out[first : first + len(rows)] = part[::skip]
 
     def stored_layout(self, name: str) -> MatrixLayout | None:
         if name not in self._views:
             return self._inner.stored_layout(name)
-        places = self._quantized_places(name)
+        regions = self._quantized_regions(name)
         layout = self._inner.stored_layout(self._views[name].tensor)
-        if layout is None or not places:
+        if layout is None or not regions:
             return None
-        return replace(layout, outputs=sum(len(place.rows) for place in places))
+        return replace(layout, outputs=sum(len(region.rows) for region in regions))
 
     def read_quantized(self, name: str, layout: MatrixLayout, out: torch.Tensor,
                        rows: range | None = None) -> bool:
         if name not in self._views:
             return self._inner.read_quantized(name, layout, out, rows)
-        places, end = self._quantized_places(name), 0
-        if not places or rows is not None and len(places) > 1:
+        regions, end = self._quantized_regions(name), 0
+        if not regions or rows is not None and len(regions) > 1:
             return False
-        for place in places:
-            part = place.rows if rows is None else place.rows[rows.start : rows.stop : rows.step]
-            first = place.start // place.width
+        for region in regions:
+            part = region.rows if rows is None else region.rows[rows.start : rows.stop : rows.step]
+            first = region.start // region.width
             part_layout = replace(layout, outputs=len(part))
             begin, end = end, end + part_layout.nbytes
             if not self._inner.read_quantized(
@@ -456,17 +476,17 @@ class StackedCheckpoint(Checkpoint):
                 return False
         return True
 
-    def _quantized_places(self, name: str) -> list[_Place]:
-        """Return the places whose quantized values make up a view, one after the other.
+    def _quantized_regions(self, name: str) -> list[_Region]:
+        """Return the regions whose quantized values make up a view, one after the other.
 
         None of a view that changes the order within rows, or the tiles of a `MatrixLayout`.
         """
         view = self._views[name]
         if view.transposed or view.blocks:
             return []
-        places = self._places(name)
-        whole = all(len(place.rows) % MATRIX_TILE == 0 for place in places[:-1])
-        return places if whole and len(places[0].shape) == 2 else []
+        regions = self._regions(name)
+        whole = all(len(region.rows) % MATRIX_TILE == 0 for region in regions[:-1])
+        return regions if whole and len(regions[0].shape) == 2 else []
 
     def close(self) -> None:
         self._inner.close()
@@ -475,5 +495,5 @@ class StackedCheckpoint(Checkpoint):
 def unstacked(checkpoint: Checkpoint, views: Mapping[str, Sequence[View]]) -> Checkpoint:
     """Return `checkpoint` with these views; itself if it has none of their tensors."""
     present = checkpoint.names()
-    stacked = any(view.tensor in present for places in views.values() for view in places)
+    stacked = any(view.tensor in present for candidates in views.values() for view in candidates)
     return StackedCheckpoint(checkpoint, views) if stacked else checkpoint

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import torch
@@ -58,15 +58,6 @@ class SafetensorsCheckpoint(Checkpoint):
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
 
-    def names(self) -> Collection[str]:
-        return self._infos.keys()
-
-    def info(self, name: str) -> TensorInfo:
-        return self._infos[name]
-
-    def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
-        self._fill_part(name, info, 0, out)
-
     def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
         extent, flat = info.extent, out.view(-1)
         assert isinstance(extent.path, Path)  # only offload files are striped
@@ -117,12 +108,6 @@ class BinCheckpoint(Checkpoint):
         tensors = _load_bin(file)
         self._file.update(dict.fromkeys(tensors, file))
         return {key: TensorInfo(t.dtype, tuple(t.shape), None) for key, t in tensors.items()}
-
-    def names(self) -> Collection[str]:
-        return self._infos.keys()
-
-    def info(self, name: str) -> TensorInfo:
-        return self._infos[name]
 
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
         out.copy_(self._tensor(name))  # of any strides

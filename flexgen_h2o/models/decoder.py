@@ -282,7 +282,7 @@ class Decoder:
         return logits
 
 
-def linear_specs(short: str, name: str, shape: tuple[int, int], bias: bool = False
+def linear_specs(short: str, name: str, shape: tuple[int, ...], bias: bool = False
                  ) -> dict[str, TensorSpec]:
     """Return the table entries of a matrix [outputs, inputs] and of its bias."""
     specs = {short: TensorSpec(f"{name}.weight", shape)}
@@ -291,8 +291,7 @@ def linear_specs(short: str, name: str, shape: tuple[int, int], bias: bool = Fal
 
 def norm_specs(short: str, name: str, width: int, bias: bool = False) -> dict[str, TensorSpec]:
     """Return the table entries of a norm."""
-    specs = {short: TensorSpec(f"{name}.weight", (width,))}
-    return specs | {f"{short}_bias": TensorSpec(f"{name}.bias", (width,))} if bias else specs
+    return linear_specs(short, name, (width,), bias)
 
 
 def attention_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:

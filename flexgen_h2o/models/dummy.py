@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -48,12 +48,6 @@ class DummyCheckpoint(Checkpoint):
         self._infos = {
             name: TensorInfo(dtype, tuple(shape), None) for name, shape in tensors.items()
         }
-
-    def names(self) -> Collection[str]:
-        return self._infos.keys()
-
-    def info(self, name: str) -> TensorInfo:
-        return self._infos[name]
 
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
         generator = torch.Generator().manual_seed(self._seed_of(name))

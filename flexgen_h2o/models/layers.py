@@ -58,173 +58,6 @@ class Scratch:
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
 
-class Operations(Scratch):
-    """The operations of a decoder layer, and the buffers for their results.
-
-    Families call these methods, and not the functions below, so that the same forward pass can be
-    captured by `CapturingOperations`.
-    """
-
-    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None, *, out: Tensor) -> None:
-        """Call `linear`."""
-        linear(x, weight, bias, out=out)
-
-    def add_linear_(self, residual: Tensor, x: Tensor, weight: Matrix,
-                    bias: Tensor | None) -> None:
-        """Call `add_linear_`."""
-        add_linear_(residual, x, weight, bias)
-
-    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
-                   out: Tensor) -> Tensor:
-        """Call `layer_norm` and return out."""
-        return layer_norm(x, weight, bias, eps=eps, out=out)
-
-    def rms_norm(self, x: Tensor, weight: Tensor | None, *, eps: float, out: Tensor,
-                 offset: float = 0.0) -> Tensor:
-        """Call `rms_norm` and return out."""
-        return rms_norm(x, weight, eps=eps, out=out, offset=offset)
-
-    def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
-        """Compute ``x += scale * y``, with the product rounded as in transformers."""
-        x.add_(y if scale == 1.0 else y * scale)
-
-    def clamp_(self, x: Tensor, limit: float) -> None:
-        """Clamp x to [-limit, limit]."""
-        x.clamp_(-limit, limit)
-
-    def copy_(self, out: Tensor, x: Tensor) -> None:
-        """Copy x to out."""
-        out.copy_(x)
-
-    def linear_heads(self, x: Tensor, weight: Tensor, *, out: Tensor) -> None:
-        """Multiply each head of x [rows, heads, in] by its matrix of weight [heads, outputs, in].
-
-        `out` is [rows, heads, outputs].
-        """
-        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
-
-    def sort_pairs_(self, x: Tensor, width: int) -> None:
-        """Call `sort_pairs_`."""
-        sort_pairs_(x, width)
-
-    def gate_(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Compute ``x *= sigmoid(gate)`` and return x; gate is overwritten."""
-        return x.mul_(gate.sigmoid_())
-
-    def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
-        """Call `activate_`."""
-        return activate_(x, name, factor)
-
-    def xielu_(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> None:
-        """Call `xielu_`."""
-        xielu_(x, alpha_p, alpha_n)
-
-    def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None,
-              correction: Tensor | None = None, *, per_token: int, config: RouterConfig
-              ) -> tuple[Tensor, Tensor]:
-        """Return ids and routing weights of the experts: see `kernels.reference.layers.route`."""
-        plain = config.is_plain and correction is None and router.dtype == x.dtype
-        if plain and x.is_cpu and x.dtype == torch.bfloat16 and not ops.uses_reference("cpu"):
-            return native_experts.route(x, router, bias, per_token=per_token,
-                                        normalize=config.normalize)
-        return reference_layers.route(x, router, bias, correction, per_token=per_token,
-                                      config=config)
-
-
-class CapturingOperations(Operations):
-    """Captures the operations of a decode step, to be replayed; computes nothing.
-
-    Tensors must stay at their addresses while the capture is in use. A matmul is bound to the
-    implementation that dispatch selects when it is captured. bfloat16 on a CPU only.
-
-    Parameters
-    ----------
-    operations : Operations
-        Provides the buffers, whose contents are undefined between replays.
-    capture : CapturedCalls
-        Receives the calls.
-    """
-
-    def __init__(self, operations: Operations, capture: CapturedCalls):
-        super().__init__(operations.device)
-        self.get = operations.get  # type: ignore[method-assign]  # shares the buffers
-        self._capture = capture
-
-    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None, *, out: Tensor) -> None:
-        dense: Any = weight  # a Tensor if it is not captured
-        if self._capture_matmul(x, weight, bias, out, add=False):
-            return
-        if bias is None:
-            self._capture.append(partial(torch.mm, x, dense.t(), out=out))
-        else:
-            self._capture.append(partial(torch.addmm, bias, x, dense.t(), out=out))
-
-    def add_linear_(self, residual: Tensor, x: Tensor, weight: Matrix,
-                    bias: Tensor | None) -> None:
-        dense: Any = weight  # a Tensor if it is not captured
-        if self._capture_matmul(x, weight, bias, residual, add=True):
-            return
-        if bias is not None:
-            self._capture.append(partial(residual.add_, bias))
-        self._capture.append(partial(residual.addmm_, x, dense.t()))
-
-    def _capture_matmul(self, x: Tensor, weight: Any, bias: Tensor | None, out: Tensor, *,
-                        add: bool) -> bool:
-        """Capture a matmul of the C++ library; return False if PyTorch's is to be used."""
-        if isinstance(weight, QuantizedMatrix):
-            if ops.quantized_implementation(x, weight) == "codes":
-                native.linear_quantized(x, weight, bias, out, add, capture=self._capture)
-            else:
-                self._capture.append(partial(ops.linear_quantized, x, weight, bias, out, add=add))
-            return True
-        name = ops.linear_implementation(x, weight)
-        if name == "pytorch":
-            return False
-        function = getattr(native, f"linear_{name}")
-        function(x, weight, bias, out, add, capture=self._capture)
-        return True
-
-    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
-                   out: Tensor) -> Tensor:
-        native.norm(x, weight, bias, out, eps=eps, centered=True, capture=self._capture)
-        return out
-
-    def rms_norm(self, x: Tensor, weight: Tensor | None, *, eps: float, out: Tensor,
-                 offset: float = 0.0) -> Tensor:
-        if offset:
-            self._capture.append(partial(rms_norm, x, weight, eps=eps, out=out, offset=offset))
-            return out
-        native.norm(x, weight, None, out, eps=eps, centered=False, capture=self._capture)
-        return out
-
-    def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
-        self._capture.append(partial(super().add_, x, y, scale))
-
-    def clamp_(self, x: Tensor, limit: float) -> None:
-        self._capture.append(partial(x.clamp_, -limit, limit))
-
-    def copy_(self, out: Tensor, x: Tensor) -> None:
-        self._capture.append(partial(out.copy_, x))
-
-    def linear_heads(self, x: Tensor, weight: Tensor, *, out: Tensor) -> None:
-        self._capture.append(partial(super().linear_heads, x, weight, out=out))
-
-    def sort_pairs_(self, x: Tensor, width: int) -> None:
-        self._capture.append(partial(sort_pairs_, x, width))
-
-    def xielu_(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> None:
-        self._capture.append(partial(xielu_, x, alpha_p, alpha_n))
-
-    def gate_(self, x: Tensor, gate: Tensor) -> Tensor:
-        self._capture.append(gate.sigmoid_)
-        self._capture.append(partial(x.mul_, gate))
-        return x
-
-    def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
-        native.activate(x, activation(name), factor, capture=self._capture)
-        return x
-
-
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *,
            out: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``.
@@ -402,6 +235,147 @@ def sort_pairs_(x: Tensor, width: int) -> None:
 
 def _into(out: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     rows = chunk_rows(x)  # norms have no `out=`
-    for chunk, place in zip(x.split(rows), out.split(rows), strict=True):
-        place.copy_(function(chunk))
+    for chunk, target in zip(x.split(rows), out.split(rows), strict=True):
+        target.copy_(function(chunk))
     return out
+
+
+class Operations(Scratch):
+    """The operations of a decoder layer, and the buffers for their results.
+
+    Families call these methods, and not the functions above, so that the same forward pass can be
+    captured by `CapturingOperations`.
+    """
+
+    linear = staticmethod(linear)
+    add_linear_ = staticmethod(add_linear_)
+    layer_norm = staticmethod(layer_norm)
+    rms_norm = staticmethod(rms_norm)
+    sort_pairs_ = staticmethod(sort_pairs_)
+    activate_ = staticmethod(activate_)
+    xielu_ = staticmethod(xielu_)
+
+    def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
+        """Compute ``x += scale * y``, with the product rounded as in transformers."""
+        x.add_(y if scale == 1.0 else y * scale)
+
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        """Clamp x to [-limit, limit]."""
+        x.clamp_(-limit, limit)
+
+    def copy_(self, out: Tensor, x: Tensor) -> None:
+        """Copy x to out."""
+        out.copy_(x)
+
+    def linear_heads(self, x: Tensor, weight: Tensor, *, out: Tensor) -> None:
+        """Multiply each head of x [rows, heads, in] by its matrix of weight [heads, outputs, in].
+
+        `out` is [rows, heads, outputs].
+        """
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+
+    def gate_(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Compute ``x *= sigmoid(gate)`` and return x; gate is overwritten."""
+        return x.mul_(gate.sigmoid_())
+
+    def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None,
+              correction: Tensor | None = None, *, per_token: int, config: RouterConfig
+              ) -> tuple[Tensor, Tensor]:
+        """Return ids and routing weights of the experts: see `kernels.reference.layers.route`."""
+        plain = config.is_plain and correction is None and router.dtype == x.dtype
+        if plain and x.is_cpu and x.dtype == torch.bfloat16 and not ops.uses_reference("cpu"):
+            return native_experts.route(x, router, bias, per_token=per_token,
+                                        normalize=config.normalize)
+        return reference_layers.route(x, router, bias, correction, per_token=per_token,
+                                      config=config)
+
+
+class CapturingOperations(Operations):
+    """Captures the operations of a decode step, to be replayed; computes nothing.
+
+    Tensors must stay at their addresses while the capture is in use. A matmul is bound to the
+    implementation that dispatch selects when it is captured. bfloat16 on a CPU only.
+
+    Parameters
+    ----------
+    operations : Operations
+        Provides the buffers, whose contents are undefined between replays.
+    capture : CapturedCalls
+        Receives the calls.
+    """
+
+    def __init__(self, operations: Operations, capture: CapturedCalls):
+        super().__init__(operations.device)
+        self.get = operations.get  # type: ignore[method-assign]  # shares the buffers
+        self._capture = capture
+
+    def linear(self, x, weight, bias=None, *, out=None):
+        if self._capture_matmul(x, weight, bias, out, add=False):
+            return out
+        if bias is None:
+            self._capture.append(partial(torch.mm, x, weight.t(), out=out))
+        else:
+            self._capture.append(partial(torch.addmm, bias, x, weight.t(), out=out))
+        return out
+
+    def add_linear_(self, residual, x, weight, bias=None):
+        if self._capture_matmul(x, weight, bias, residual, add=True):
+            return residual
+        if bias is not None:
+            self._capture.append(partial(residual.add_, bias))
+        self._capture.append(partial(residual.addmm_, x, weight.t()))
+        return residual
+
+    def _capture_matmul(self, x: Tensor, weight: Any, bias: Tensor | None, out: Tensor, *,
+                        add: bool) -> bool:
+        """Capture a matmul of the C++ library; return False if PyTorch's is to be used."""
+        if isinstance(weight, QuantizedMatrix):
+            if ops.quantized_implementation(x, weight) == "codes":
+                native.linear_quantized(x, weight, bias, out, add, capture=self._capture)
+            else:
+                self._capture.append(partial(ops.linear_quantized, x, weight, bias, out, add=add))
+            return True
+        name = ops.linear_implementation(x, weight)
+        if name == "pytorch":
+            return False
+        function = getattr(native, f"linear_{name}")
+        function(x, weight, bias, out, add, capture=self._capture)
+        return True
+
+    def layer_norm(self, x, weight, bias, *, eps, out=None):
+        native.norm(x, weight, bias, out, eps=eps, centered=True, capture=self._capture)
+        return out
+
+    def rms_norm(self, x, weight, *, eps, out=None, offset=0.0):
+        if offset:
+            self._capture.append(partial(rms_norm, x, weight, eps=eps, out=out, offset=offset))
+            return out
+        native.norm(x, weight, None, out, eps=eps, centered=False, capture=self._capture)
+        return out
+
+    def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
+        self._capture.append(partial(super().add_, x, y, scale))
+
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        self._capture.append(partial(x.clamp_, -limit, limit))
+
+    def copy_(self, out: Tensor, x: Tensor) -> None:
+        self._capture.append(partial(out.copy_, x))
+
+    def linear_heads(self, x: Tensor, weight: Tensor, *, out: Tensor) -> None:
+        self._capture.append(partial(super().linear_heads, x, weight, out=out))
+
+    def sort_pairs_(self, x, width):
+        self._capture.append(partial(sort_pairs_, x, width))
+
+    def xielu_(self, x, alpha_p, alpha_n):
+        self._capture.append(partial(xielu_, x, alpha_p, alpha_n))
+
+    def gate_(self, x: Tensor, gate: Tensor) -> Tensor:
+        self._capture.append(gate.sigmoid_)
+        self._capture.append(partial(x.mul_, gate))
+        return x
+
+    def activate_(self, x, name, factor=None):
+        native.activate(x, activation(name), factor, capture=self._capture)
+        return x

@@ -75,9 +75,9 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
     limits = [(max_tokens, f"max_tokens, {max_tokens}")]
     trained = config.plain_positions  # the length of a stream is unknown
     if evicts and h2o.positions == "rolling":
-        places = chunk + budget(h2o, 0, 1).total
-        if places > trained:
-            raise UserError(f"a cache of {places - chunk} tokens and a chunk of {chunk} take more "
+        cached = budget(h2o, 0, 1).total
+        if cached + chunk > trained:
+            raise UserError(f"a cache of {cached} tokens and a chunk of {chunk} take more "
                             f"places than the model's {trained} positions: lower one of them")
     elif not past_context and not (h2o is not None and h2o.drop_positions):
         limits.append((trained, f"the model's {trained} positions: an evicting cache with rolling "

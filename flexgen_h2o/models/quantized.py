@@ -137,12 +137,12 @@ class QuantizingCheckpoint(Checkpoint):
             return weight
         # O_DIRECT is several times as fast if the file is not in the page cache, and keeps the
         # page cache unchanged.
-        reads, places, nbytes = plan_reads([extent])
+        reads, offsets, nbytes = plan_reads([extent])
         buffer = getattr(self._thread, "buffer", None)
         if buffer is None or buffer.nbytes < nbytes:
             buffer = self._thread.buffer = Device().host_empty(nbytes)
         self._disk.read(reads, buffer)
-        return typed(buffer, places[extent], info.shape, info.dtype)
+        return typed(buffer, offsets[extent], info.shape, info.dtype)
 
     def close(self) -> None:
         self._disk.close()

@@ -26,23 +26,10 @@ from flexgen_h2o.models.checkpoint import TensorInfo
 from flexgen_h2o.storage.disk import Extent
 
 _TORCH_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "I32": "int32",
-    "U32": "uint32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32",
+    "U32": "uint32", "I64": "int64", "U64": "uint64", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "F16": "float16", "BF16": "bfloat16",
+    "F32": "float32", "F64": "float64", "C64": "complex64",
 }
 # Older releases of torch lack some of these; a file that uses one is then refused by name.
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -232,7 +219,7 @@ def _checksums(metadata: object, count: int) -> list[int | None]:
     stored = metadata.get(_CHECKSUMS) if isinstance(metadata, dict) else None
     if not isinstance(stored, str) or not re.fullmatch(f"[0-9a-f]{{{_DIGITS * count}}}", stored):
         return [None] * count
-    return [int(stored[place : place + _DIGITS], 16) for place in range(0, len(stored), _DIGITS)]
+    return [int(stored[start : start + _DIGITS], 16) for start in range(0, len(stored), _DIGITS)]
 
 
 def _entry(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:

@@ -17,33 +17,18 @@ from flexgen_h2o.models.gguf.config import SMOLLM2
 from flexgen_h2o.models.gguf.conversion import convert_gguf
 from flexgen_h2o.models.gguf.header import gguf_file
 
-SHORT_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        **{
-            f"opt-{size}": f"facebook/opt-{size}"
-            for size in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
-        },
-        **{
-            f"pythia-{size}": f"EleutherAI/pythia-{size}"
-            for size in ("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
-        },
-        "gpt-neox-20b": "EleutherAI/gpt-neox-20b",
-    }
-)
+SHORT_NAMES: Mapping[str, str] = MappingProxyType({
+    **{f"opt-{size}": f"facebook/opt-{size}"
+       for size in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")},
+    **{f"pythia-{size}": f"EleutherAI/pythia-{size}"
+       for size in ("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")},
+    "gpt-neox-20b": "EleutherAI/gpt-neox-20b",
+})
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template*",
-    "*.model",
-)
+_SMALL_FILES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+                "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template*",
+                "*.model")
 # These exclude other weights of some repositories: consolidated.safetensors, adapters.
 _SAFETENSORS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 _BIN = ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json")

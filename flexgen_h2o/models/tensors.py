@@ -62,8 +62,8 @@ class ModelWeights:
         Embedding and head are kept with the first and the last layer. `experts` has only these
         layers, `layers` an empty dict for each other layer.
         """
-        layers = tuple(layer if first <= place < last else {}
-                       for place, layer in enumerate(self.layers))
+        layers = tuple(layer if first <= number < last else {}
+                       for number, layer in enumerate(self.layers))
         return replace(self, layers=layers, experts=self.experts[first:last],
                        embed=self.embed if first == 0 else {},
                        head=self.head if last == len(self.layers) else {},

@@ -99,7 +99,7 @@ def plan_reads(extents: Iterable[Extent], *, gap: int = 64 << 10
         Bytes of the buffer.
     """
     reads: list[AlignedRead] = []
-    places: dict[Extent, int] = {}
+    offsets: dict[Extent, int] = {}
     size = 0
     for extent in sorted(set(extents), key=lambda e: (str(e.path), e.offset)):
         end = extent.offset + extent.nbytes
@@ -112,9 +112,9 @@ def plan_reads(extents: Iterable[Extent], *, gap: int = 64 << 10
         else:
             start = extent.offset // PAGE * PAGE
             reads.append(AlignedRead(extent.path, start, round_up(end, PAGE) - start, size, end))
-        places[extent] = reads[-1].buffer_offset + extent.offset - start
+        offsets[extent] = reads[-1].buffer_offset + extent.offset - start
         size = reads[-1].buffer_offset + reads[-1].nbytes
-    return reads, places, size
+    return reads, offsets, size
 
 
 class Checksums:
@@ -406,10 +406,10 @@ class _PrivateFolder:
 
     def __init__(self, offload_dir: AnyPath):
         self._parent = Path(os.path.expanduser(offload_dir))
-        for place in (self._parent, *self._parent.parents):
-            if os.path.lexists(place) and not os.path.isdir(place):
-                kind = "a file" if os.path.isfile(place) else "no folder"
-                raise UserError(f"--offload-dir {self._parent} can't be used: {place} is {kind}; "
+        for path in (self._parent, *self._parent.parents):
+            if os.path.lexists(path) and not os.path.isdir(path):
+                kind = "a file" if os.path.isfile(path) else "no folder"
+                raise UserError(f"--offload-dir {self._parent} can't be used: {path} is {kind}; "
                                 "give a folder, or a name that is not taken yet")
         try:
             self._parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from flexgen_h2o.config.limits import GROUP_SIZE
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
+from flexgen_h2o.models import checkpoint as checkpoints
 from flexgen_h2o.models.checkpoint import StackedCheckpoint, View
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.formats import base
@@ -148,7 +149,7 @@ def test_tokens_are_those_of_the_dequantized_model(made, key, tmp_path, monkeypa
 @pytest.mark.parametrize("key", FORMATS)
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
 def test_dequantized_values_are_exact(made, key, chunk, monkeypatch):
-    monkeypatch.setattr(base, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(checkpoints, "_SCRATCH_ELEMENTS", chunk)
     tiny = made(key)
     state = tiny.model.state_dict()
     with open_checkpoint(tiny.folder) as checkpoint:

@@ -99,7 +99,7 @@ class DeepSeek(MixtureDecoder):
         return specs
 
     def views(self, cfg: ModelConfig) -> dict[str, Sequence[View]]:
-        """Return the places of experts, and of the two maps of each head in "kv_b_proj"."""
+        """Return the views of experts, and of the two maps of each head in "kv_b_proj"."""
         views = super().views(cfg)
         nope, height = cfg.latent.nope_dim, cfg.latent.nope_dim + cfg.latent.value_dim
         for layer, specs in enumerate(cfg.weights.layers):

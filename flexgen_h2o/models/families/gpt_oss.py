@@ -64,7 +64,7 @@ class GptOss(MixtureDecoder):
                 **linear_specs("down", f"{prefix}down_proj", (hidden, ffn), True)}
 
     def views(self, cfg: ModelConfig) -> dict[str, Sequence[View]]:
-        """Return the place of each expert's tensors in the stacked tensors of a checkpoint.
+        """Return the views of experts' tensors in the stacked tensors of a checkpoint.
 
         The rows of gate and up alternate in one tensor, [experts, inputs, outputs], or [experts,
         outputs, inputs] in MXFP4.

@@ -85,7 +85,7 @@ class Qwen3Next(MixtureDecoder):
         return add_delta_net_(cfg, w, x, advance, ops)
 
     def views(self, cfg: ModelConfig) -> dict[str, Sequence[View]]:
-        """Return the places of experts, of queries and gates, and of Qwen3-Next's projections."""
+        """Return the views of experts, of queries and gates, and of Qwen3-Next's projections."""
         views = super().views(cfg)
         for layer in range(cfg.num_layers):
             prefix = f"model.layers.{layer}."
@@ -100,7 +100,7 @@ class Qwen3Next(MixtureDecoder):
         return views
 
     def _delta_views(self, cfg: ModelConfig, prefix: str) -> dict[str, Sequence[View]]:
-        """Return the places of a DeltaNet's projections in two matrices.
+        """Return the views of a DeltaNet's projections in two matrices.
 
         Both have a block of rows for each key head and its value heads.
         """

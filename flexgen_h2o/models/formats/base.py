@@ -14,7 +14,7 @@ from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import INTEGER_BITS, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference.matrix import pack_matrix
-from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
+from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo, fill_rows
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _HALF_ERROR = 2.0**-11  # relative error of rounding to float16, except for subnormal numbers
@@ -176,25 +176,20 @@ class DequantizingCheckpoint(Checkpoint):
             return self._inner.info(name)
         return TensorInfo(torch.float32, self._tensors[name].shape, None)
 
-    def _fill(self, name: str, info: TensorInfo, out: Tensor) -> None:
-        self._fill_part(name, info, 0, out)
-
     def _fill_part(self, name: str, info: TensorInfo, start: int, out: Tensor) -> None:
         if name not in self._tensors:
             self._inner.read_part(name, start, out)
             return
-        flat, columns = out.view(-1), info.shape[-1]
-        reader, step = self._tensors[name].open(), max(1, _CHUNK_ELEMENTS // columns)
-        end = start + len(flat)
-        for first in range(start // columns, -(-end // columns), step):
-            stop = min(first + step, -(-end // columns))
-            values = reader.values(first, stop)
-            if not bool(values.isfinite().all()):
+        reader = self._tensors[name].open()
+
+        def values(first: int, stop: int) -> Tensor:
+            rows = reader.values(first, stop)
+            if not bool(rows.isfinite().all()):
                 raise UserError(f"{self.source}: tensor {name} has scales or elements that are not "
                                 "finite; it is damaged: get it again")
-            begin, finish = max(start, first * columns), min(end, stop * columns)
-            flat[begin - start : finish - start].copy_(
-                values.view(-1)[begin - first * columns : finish - first * columns])
+            return rows
+
+        fill_rows(out, start, info.shape[-1], values)
 
     def read_quantized(self, name: str, layout: MatrixLayout, out: Tensor,
                        rows: range | None = None) -> bool:
