@@ -150,6 +150,39 @@ def _tiled_heads(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[s
     yield name.replace(".dt_bias", ".dt_proj.bias"), values
 
 
+def _flattened_heads(name: str, values: np.ndarray, config: Any
+                     ) -> Iterator[tuple[str, np.ndarray]]:
+    """Qwen3-Next: all queries, keys, values and gates in turn, in place of those by key head."""
+    if "in_proj_qkvz" in name:
+        keys, shared = config.linear_num_key_heads, (
+            config.linear_num_value_heads // config.linear_num_key_heads)
+        key, value = config.linear_key_head_dim, shared * config.linear_value_head_dim
+        by_head = values.reshape(keys, 2 * (key + value), -1)
+        queries, key_rows, value_rows, gates = (
+            part.reshape(-1, values.shape[1])
+            for part in np.split(by_head, np.cumsum((key, key, value)), axis=1))
+        layer = name.split(".")[2]
+        yield f"blk.{layer}.attn_qkv.weight", np.concatenate((queries, key_rows, value_rows))
+        yield f"blk.{layer}.attn_gate.weight", gates
+        return
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    elif name.endswith("norm.weight") and ".linear_attn." not in name:
+        values = values + 1
+    elif "conv1d" in name:
+        values = values.squeeze(1)
+    yield name.replace(".dt_bias", ".dt_proj.bias"), values
+
+
+def _older_flattened_heads(name: str, values: np.ndarray, config: Any
+                           ) -> Iterator[tuple[str, np.ndarray]]:
+    """The first files of Qwen3-Next keep the matrix of queries, keys, values and gates."""
+    if "in_proj_qkvz" in name:
+        yield name, values
+    else:
+        yield from _flattened_heads(name, values, config)
+
+
 def _qwen35(writer: GGUFWriter, config: Any) -> None:
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -373,6 +406,8 @@ _GEMMA3_ROPE = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "fa
 _DELTA_NETS = {"num_hidden_layers": 5, "head_dim": 12, "linear_num_key_heads": 2,
                "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 4,
                "linear_conv_kernel_dim": 3, **_PARTIAL}
+_QWEN3_NEXT = {**_DELTA_NETS, **_EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True,
+               "shared_expert_intermediate_size": 24, "mlp_only_layers": []}
 
 CASES: dict[str, Case] = {
     "llama": Case("llama", "llama", changed=_permuted),
@@ -422,6 +457,9 @@ CASES: dict[str, Case] = {
     "qwen35moe": Case("qwen35moe", "qwen3_5_moe_text", {
         **_DELTA_NETS, **_EXPERTS, "intermediate_size": None, "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 24}, _qwen35, _tiled_heads),
+    "qwen3next": Case("qwen3next", "qwen3_next", _QWEN3_NEXT, _qwen35, _flattened_heads),
+    "qwen3next older": Case("qwen3next", "qwen3_next", _QWEN3_NEXT, _qwen35,
+                            _older_flattened_heads),
     "qwen3moe": Case("qwen3moe", "qwen3_moe", {
         **_EXPERTS, "head_dim": 12, "moe_intermediate_size": 16, "norm_topk_prob": True},
         _expert_widths),

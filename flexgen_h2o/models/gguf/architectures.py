@@ -26,9 +26,11 @@ from flexgen_h2o.models.gguf.rope import (
 )
 
 Table = Mapping[str, str]
+Keys = Mapping[str, "str | tuple[str, float]"]
+"""Keys of config.json to keys of a GGUF file, with the value for files without the key."""
 
 
-def _table(*tables: Table, **more: str) -> Table:
+def _table(*tables: Mapping[str, Any], **more: Any) -> Mapping[str, Any]:
     return MappingProxyType({name: value for table in (*tables, more)
                              for name, value in table.items()})
 
@@ -90,8 +92,11 @@ _LATENT = _table(
 HEAD_MAPS = ("attn_k_b", "attn_v_b")
 """Tensors with the maps of each head from latents to keys, and to values."""
 
-EXPERTS = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 """Tensors with all experts of a layer."""
+
+DELTA_NET = ("attn_qkv", "attn_gate")
+"""Tensors with the queries, keys and values of a gated DeltaNet, and with the gates of values."""
 
 BARE = frozenset({"attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt"})
 """Tensors that have no ".weight" or ".bias" on the hub."""
@@ -101,11 +106,24 @@ _SIZES = _table(max_position_embeddings="context_length", hidden_size="embedding
                 intermediate_size="feed_forward_length")
 _PER_TOKEN = _table(_SIZES, num_experts_per_tok="expert_used_count")
 _ROUTED = _table(_PER_TOKEN, num_experts="expert_count")
-_GROUPED = _table(_PER_TOKEN, n_routed_experts="expert_count")
+_NARROW_ROUTED = _table(_ROUTED, moe_intermediate_size="expert_feed_forward_length",
+                        num_shared_experts="expert_shared_count")
+_GROUPS = _table(  # as in DeepSeek V3
+    first_k_dense_replace=("leading_dense_block_count", 0), n_group=("expert_group_count", 1),
+    topk_group=("expert_group_used_count", 1),
+    num_nextn_predict_layers=("nextn_predict_layers", 0))
+_GROUPED = _table(_PER_TOKEN, _GROUPS, n_routed_experts="expert_count",
+                  moe_intermediate_size="expert_feed_forward_length",
+                  n_shared_experts="expert_shared_count")
 _LOCAL = _table(_PER_TOKEN, num_local_experts="expert_count")
 _NARROW = _table(_LOCAL, intermediate_size="expert_feed_forward_length")
 _RMS = _table(rms_norm_eps="attention.layer_norm_rms_epsilon")
 _NORM = _table(layer_norm_eps="attention.layer_norm_epsilon")
+_GROUPED_NUMBERS = _table(_RMS, routed_scaling_factor=("expert_weights_scale", 1.0))
+_GROUPED_FLAGS = _table(norm_topk_prob=("expert_weights_norm", False))
+_GRANITE_NUMBERS = _table(
+    _RMS, embedding_multiplier=("embedding_scale", 1.0), logits_scaling=("logit_scale", 1.0),
+    residual_multiplier=("residual_scale", 1.0))
 
 _QKV = ("attn_q", "attn_k", "attn_v")
 _FFN = ("ffn_gate", "ffn_up", "ffn_down")
@@ -128,8 +146,8 @@ class Architecture:
         Names of the other tensors.
     layers : str
         Prefix of the layers' names.
-    counts, numbers : mapping
-        Keys of config.json to keys of the GGUF file, for integers and for floats.
+    counts, numbers, flags : Keys
+        Integers, floats and booleans of config.json.
     fixed : mapping
         Constant entries of config.json. hidden_act is "silu" unless it is among them.
     biases : mapping
@@ -143,9 +161,12 @@ class Architecture:
         (i, i + head_dim / 2) as on the hub. False if both rotate in such pairs.
     shifted : bool
         Whether 1 was added to the weights of norms, except for "ssm_norm".
-    delta_nets : bool
+    tiled_heads : bool
         Whether the value heads of gated DeltaNets are sorted by their number within the group of a
-        key head, instead of by key head, and "ssm_a" is -exp(A_log).
+        key head, instead of by key head.
+    fused_delta_net : str
+        Name after `layers`.0 of the tensor that has "attn_qkv" and "attn_gate" on the hub, by key
+        head; empty if they are two tensors there.
     fused_heads : bool
         Whether the rows of the fused projection are all queries, all keys, all values, instead of
         query, key and value of each head.
@@ -164,15 +185,17 @@ class Architecture:
     layer: Table = field(default_factory=lambda: _DECODER)
     outer: Table = field(default_factory=lambda: _OUTER)
     layers: str = "model.layers"
-    counts: Table = field(default_factory=lambda: _SIZES)
-    numbers: Table = field(default_factory=lambda: _RMS)
+    counts: Keys = field(default_factory=lambda: _SIZES)
+    numbers: Keys = field(default_factory=lambda: _RMS)
+    flags: Keys = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     more: Callable[[Metadata, int], dict[str, Any]] = lambda meta, head_dim: {}
     rope: Callable[[Metadata, int], dict[str, Any]] = rope
     interleaved: bool = False
     shifted: bool = False
-    delta_nets: bool = False
+    tiled_heads: bool = False
+    fused_delta_net: str = ""
     fused_heads: bool = False
     single_rows: frozenset[str] = frozenset({"ffn_gate_inp_shexp"})
     fused_experts: tuple[str, ...] = ()
@@ -186,7 +209,7 @@ class Architecture:
 
 def extra_layers(meta: Metadata) -> int:
     """Return the layers for multi-token prediction, which are the last in a file."""
-    return meta.count("nextn_predict_layers", 0, least=0)
+    return meta.count("nextn_predict_layers", 0)
 
 
 def biased(meta: Metadata, *names: str) -> bool:
@@ -196,10 +219,7 @@ def biased(meta: Metadata, *names: str) -> bool:
 
 
 def _granite(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    return {"attention_multiplier": meta.number("attention.scale", head_dim**-0.5),
-            "embedding_multiplier": meta.number("embedding_scale", 1.0),
-            "residual_multiplier": meta.number("residual_scale", 1.0),
-            "logits_scaling": meta.number("logit_scale", 1.0)}
+    return {"attention_multiplier": meta.number("attention.scale", head_dim**-0.5)}
 
 
 def _stablelm(meta: Metadata, head_dim: int) -> dict[str, Any]:
@@ -210,13 +230,12 @@ def _stablelm(meta: Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _gpt_neox(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    return {"use_parallel_residual": meta.flag("use_parallel_residual", True),
-            "rotary_pct": meta.count("rope.dimension_count", head_dim) / head_dim}
+    return {"rotary_pct": meta.count("rope.dimension_count", head_dim) / head_dim}
 
 
 def _phi3(meta: Metadata, head_dim: int) -> dict[str, Any]:
     context = meta.count("context_length")
-    return {"sliding_window": meta.count("attention.sliding_window", 0, least=0) or None,
+    return {"sliding_window": meta.count("attention.sliding_window", 0) or None,
             "original_max_position_embeddings": meta.count("rope.scaling.original_context_length",
                                                            context),
             "partial_rotary_factor": meta.count("rope.dimension_count", head_dim) / head_dim}
@@ -249,9 +268,7 @@ def _query_scale(meta: Metadata, head_dim: int, largest: int) -> int:
 
 def _gemma2(meta: Metadata, head_dim: int) -> dict[str, Any]:
     return {**_alternating(2)(meta, head_dim),
-            "query_pre_attn_scalar": _query_scale(meta, head_dim, 46),
-            "attn_logit_softcapping": meta.number("attn_logit_softcapping", 50.0),
-            "final_logit_softcapping": meta.number("final_logit_softcapping", 30.0)}
+            "query_pre_attn_scalar": _query_scale(meta, head_dim, 46)}
 
 
 def _gemma3(meta: Metadata, head_dim: int) -> dict[str, Any]:
@@ -293,35 +310,8 @@ def _qwen35_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
     return {**_qwen35(meta, head_dim), **_qwen2_moe(meta, head_dim)}
 
 
-def _grouped_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """Return the entries of routers as in DeepSeek V3, and of leading dense layers."""
-    return {"moe_intermediate_size": meta.count("expert_feed_forward_length"),
-            "n_shared_experts": meta.count("expert_shared_count"),
-            "first_k_dense_replace": meta.count("leading_dense_block_count", 0, least=0),
-            "n_group": meta.count("expert_group_count", 1),
-            "topk_group": meta.count("expert_group_used_count", 1),
-            "routed_scaling_factor": meta.number("expert_weights_scale", 1.0),
-            "norm_topk_prob": meta.flag("expert_weights_norm", False)}
-
-
 def _glm4_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    return {**_grouped_moe(meta, head_dim), "num_nextn_predict_layers": extra_layers(meta),
-            "use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensors}
-
-
-def _afmoe(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    values = _grouped_moe(meta, head_dim)
-    return {**_alternating(4)(meta, head_dim), "num_shared_experts": values["n_shared_experts"],
-            "num_dense_layers": values["first_k_dense_replace"],
-            "route_scale": values["routed_scaling_factor"],
-            "moe_intermediate_size": values["moe_intermediate_size"]}
-
-
-def _exaone_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    values = _grouped_moe(meta, head_dim)
-    shared = values.pop("n_shared_experts")
-    return {**values, **_exaone4(meta, head_dim), "num_shared_experts": shared,
-            "num_nextn_predict_layers": extra_layers(meta)}
+    return {"use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensors}
 
 
 def _llama4(meta: Metadata, head_dim: int) -> dict[str, Any]:
@@ -332,33 +322,27 @@ def _deepseek2(meta: Metadata, head_dim: int) -> dict[str, Any]:
     if meta.has("attention.temperature_scale"):
         raise UserError(f"{meta.source}: a scale of attention that depends on positions is not "
                         f"supported of a {meta.architecture} model")
-    values, rank = _grouped_moe(meta, head_dim), "attention.q_lora_rank"
-    kept = {160: 3, 256: 4}.get(meta.count("expert_count"))
-    if kept and not meta.has("expert_group_count"):  # the large models in older files
-        values |= {"n_group": 8, "topk_group": kept}
+    rank, groups, kept = "attention.q_lora_rank", {}, {160: 3, 256: 4}
+    experts = meta.count("expert_count")
+    if experts in kept and not meta.has("expert_group_count"):  # the large models in older files
+        groups = {"n_group": 8, "topk_group": kept[experts]}
     # In older files keys and values are those of attention, not of its cache.
     key, value = (meta.count(f"attention.{name}_length_mla", meta.count(f"attention.{name}_length"))
                   for name in ("key", "value"))
-    return {**values, "qk_nope_head_dim": key - head_dim, "v_head_dim": value,
+    return {**groups, "qk_nope_head_dim": key - head_dim, "v_head_dim": value,
             "q_lora_rank": meta.count(rank) if meta.has(rank) else None,
-            "num_key_value_heads": meta.count("attention.head_count"),
-            "num_nextn_predict_layers": extra_layers(meta)}
+            "num_key_value_heads": meta.count("attention.head_count")}
 
 
 def _deepseek_v2(meta: Metadata, head_dim: int) -> dict[str, Any]:
     values = _deepseek2(meta, head_dim)
-    grouped = values["n_group"] > 1
+    grouped = values.get("n_group", meta.count("expert_group_count", 1)) > 1
     return {**values, "topk_method": "group_limited_greedy" if grouped else "greedy"}
-
-
-def _ernie4_5_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    return {"moe_num_shared_experts": meta.count("expert_shared_count", 0, least=0),
-            "moe_layer_start_index": meta.count("leading_dense_block_count", 0, least=0)}
 
 
 def _phimoe(meta: Metadata, head_dim: int) -> dict[str, Any]:
     return {"lm_head_bias": "output.bias" in meta.tensors,
-            "sliding_window": meta.count("attention.sliding_window", 0, least=0) or None}
+            "sliding_window": meta.count("attention.sliding_window", 0) or None}
 
 
 def _phimoe_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
@@ -383,7 +367,7 @@ _OLMO2 = Architecture(
     layer=_without(_table(_SANDWICH, _QK_NORMS), "attn_norm", "ffn_norm"))
 _QWEN35 = Architecture(
     "qwen3_5_text", "Qwen3_5ForCausalLM", counts=_table(_SIZES, _LINEAR), more=_qwen35,
-    biases=_ATTENTION_BIAS, rope=partial_rope, shifted=True, delta_nets=True,
+    biases=_ATTENTION_BIAS, rope=partial_rope, shifted=True, tiled_heads=True,
     layer=_table(_HYBRID, _MLP))
 _COHERE = Architecture("cohere", "CohereForCausalLM",
                        numbers=_table(_NORM, logit_scale="logit_scale"),
@@ -396,8 +380,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
                           fixed=_NO_WINDOW, biases=_ATTENTION_BIAS),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", more=_phi3, rope=phi3_rope,
                          layer=_table(_FUSED_ATTENTION, _FFN_NORM, _FUSED_MLP)),
-    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", layer=_SANDWICH, fixed=_GEMMA,
-                           more=_gemma2, shifted=True),
+    "gemma2": Architecture(
+        "gemma2", "Gemma2ForCausalLM", layer=_SANDWICH, fixed=_GEMMA, more=_gemma2, shifted=True,
+        numbers=_table(_RMS, attn_logit_softcapping=("attn_logit_softcapping", 50.0),
+                       final_logit_softcapping=("final_logit_softcapping", 30.0))),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", layer=_table(_SANDWICH, _QK_NORMS),
                            fixed=_GEMMA, more=_gemma3, rope=gemma3_rope, shifted=True),
     "olmo2": _OLMO2,
@@ -419,8 +405,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
                        more=_alternating(4)),
     "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM",
                              biases={"use_bias": (*_QKV, "attn_output", *_FFN)}),
-    "granite": Architecture("granite", "GraniteForCausalLM", biases=_BIASES, more=_granite,
-                            interleaved=True),
+    "granite": Architecture("granite", "GraniteForCausalLM", numbers=_GRANITE_NUMBERS,
+                            biases=_BIASES, more=_granite, interleaved=True),
     "stablelm": Architecture(
         "stablelm", "StableLmForCausalLM", numbers=_NORM, biases={"use_qkv_bias": _QKV},
         more=_stablelm, rope=partial_rope,
@@ -432,8 +418,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
                 "mlp_bias": _FFN}),
     "gptneox": Architecture(
         "gpt_neox", "GPTNeoXForCausalLM", numbers=_NORM, fixed={"hidden_act": "gelu"},
-        biases={"attention_bias": ("attn_qkv",)}, more=_gpt_neox, rope=partial_rope,
-        fused_heads=True, layers="gpt_neox.layers",
+        flags={"use_parallel_residual": ("use_parallel_residual", True)}, more=_gpt_neox,
+        biases={"attention_bias": ("attn_qkv",)}, rope=partial_rope, fused_heads=True,
+        layers="gpt_neox.layers",
         outer=_table({"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm",
                       "output": "embed_out"}),
         layer=_table(_FFN_NORM, attn_norm="input_layernorm", attn_qkv="attention.query_key_value",
@@ -447,6 +434,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
         _QWEN35, model_type="qwen3_5_moe_text", class_name="Qwen3_5MoeForCausalLM",
         counts=_table(_without(_ROUTED, "intermediate_size"), _LINEAR), more=_qwen35_moe,
         layer=_table(_HYBRID, _EXPERTS, _GATED_EXPERT)),
+    "qwen3next": replace(
+        _QWEN35, model_type="qwen3_next", class_name="Qwen3NextForCausalLM", tiled_heads=False,
+        counts=_table(_ROUTED, _LINEAR), fixed={**_ALL_ROUTED, "norm_topk_prob": True},
+        more=_qwen35_moe, fused_delta_net="linear_attn.in_proj_qkvz",
+        layer=_table(_HYBRID, _EXPERTS, _GATED_EXPERT, ssm_ba="linear_attn.in_proj_ba",
+                     ssm_in="linear_attn.in_proj_qkvz")),  # in older files
     "qwen3moe": Architecture(
         "qwen3_moe", "Qwen3MoeForCausalLM", counts=_ROUTED, layer=_table(_MIXTURE, _QK_NORMS),
         fixed={**_ALL_ROUTED, "norm_topk_prob": True}, biases=_ATTENTION_BIAS,
@@ -461,15 +454,16 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
         layer=_table(_ATTENTION, _POST_NORM, _EXPERTS, attn_sinks="self_attn.sinks",
                      ffn_gate_inp="mlp.router")),
     "glm4moe": Architecture(
-        "glm4_moe", "Glm4MoeForCausalLM", counts=_GROUPED, biases={"attention_bias": _QKV},
-        more=_glm4_moe, rope=partial_rope,
+        "glm4_moe", "Glm4MoeForCausalLM", counts=_GROUPED, numbers=_GROUPED_NUMBERS,
+        flags=_GROUPED_FLAGS, biases={"attention_bias": _QKV}, more=_glm4_moe, rope=partial_rope,
         layer=_without(_table(_GROUPED_MIXTURE, _QK_NORMS, _POST_NORM), "ffn_norm")),
     "dots1": Architecture(
-        "dots1", "Dots1ForCausalLM", counts=_GROUPED, biases={"attention_bias": _QKV},
-        more=_grouped_moe, layer=_table(_GROUPED_MIXTURE, _QK_NORMS)),
+        "dots1", "Dots1ForCausalLM", counts=_GROUPED, numbers=_GROUPED_NUMBERS,
+        flags=_GROUPED_FLAGS, biases={"attention_bias": _QKV},
+        layer=_table(_GROUPED_MIXTURE, _QK_NORMS)),
     "deepseek2": Architecture(
-        "deepseek_v3", "DeepseekV3ForCausalLM", biases={"attention_bias": _QKV}, more=_deepseek2,
-        rope=deepseek_rope, layer=_LATENT,
+        "deepseek_v3", "DeepseekV3ForCausalLM", numbers=_GROUPED_NUMBERS, flags=_GROUPED_FLAGS,
+        biases={"attention_bias": _QKV}, more=_deepseek2, rope=deepseek_rope, layer=_LATENT,
         counts=_table(_GROUPED, kv_lora_rank="attention.kv_lora_rank",
                       qk_rope_head_dim="rope.dimension_count")),
     "llama4": Architecture(
@@ -482,29 +476,34 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
         layer=_table(_in_block(_table(_MIXTURE, _MLP, _SHARED_EXPERT), "feed_forward"),
                      ffn_gate_inp="feed_forward.router")),
     "afmoe": Architecture(
-        "afmoe", "AfmoeForCausalLM", counts=_ROUTED, biases=_ATTENTION_BIAS, more=_afmoe,
+        "afmoe", "AfmoeForCausalLM", biases=_ATTENTION_BIAS, more=_alternating(4),
+        counts=_table(_NARROW_ROUTED, num_dense_layers=("leading_dense_block_count", 0)),
+        numbers=_table(_RMS, route_scale=("expert_weights_scale", 1.0)),
         fixed={"mup_enabled": True, "global_attn_every_n_layers": 4},
         layer=_table(_GROUPED_MIXTURE, _QK_NORMS, _POST_NORM, attn_gate="self_attn.gate_proj",
                      ffn_norm="pre_mlp_layernorm", post_ffw_norm="post_mlp_layernorm",
                      ffn_gate_inp="mlp.router.gate", exp_probs_b="mlp.expert_bias")),
     "exaone-moe": Architecture(
-        "exaone_moe", "ExaoneMoeForCausalLM", counts=_ROUTED, biases={"attention_bias": _QKV},
-        more=_exaone_moe,
+        "exaone_moe", "ExaoneMoeForCausalLM", counts=_table(_NARROW_ROUTED, _GROUPS),
+        numbers=_GROUPED_NUMBERS, flags=_GROUPED_FLAGS, biases={"attention_bias": _QKV},
+        more=_exaone4,
         layer=_table(_GROUPED_MIXTURE, _QK_NORMS, exp_probs_b="mlp.e_score_correction_bias")),
     "ernie4_5-moe": Architecture(
-        "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", more=_ernie4_5_moe, fixed={"use_bias": False},
+        "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", fixed={"use_bias": False},
         single_rows=frozenset({"exp_probs_b"}),
         counts=_table(_SIZES, moe_num_experts="expert_count", moe_k="expert_used_count",
                       moe_layer_interval="interleave_moe_layer_step",
-                      moe_intermediate_size="expert_feed_forward_length"),
+                      moe_intermediate_size="expert_feed_forward_length",
+                      moe_num_shared_experts=("expert_shared_count", 0),
+                      moe_layer_start_index=("leading_dense_block_count", 0)),
         layer=_table(_GROUPED_MIXTURE, exp_probs_b="mlp.moe_statics.e_score_correction_bias")),
     "minimax-m2": Architecture(
         "minimax_m2", "MiniMaxM2ForCausalLM", rope=partial_rope, counts=_NARROW,
         layer=_table(_BLOCK_MIXTURE, _QK_NORMS,
                      exp_probs_b="block_sparse_moe.e_score_correction_bias")),
     "granitemoe": Architecture(
-        "granitemoe", "GraniteMoeForCausalLM", counts=_LOCAL, biases=_ATTENTION_BIAS,
-        more=_granite, interleaved=True,
+        "granitemoe", "GraniteMoeForCausalLM", counts=_LOCAL, numbers=_GRANITE_NUMBERS,
+        biases=_ATTENTION_BIAS, more=_granite, interleaved=True,
         fused_experts=("block_sparse_moe.input_linear.weight",
                        "block_sparse_moe.output_linear.weight"),
         layer=_table(_in_block(_MIXTURE, "block_sparse_moe"),
@@ -531,7 +530,7 @@ def variant(meta: Metadata) -> Architecture | None:
     """
     if meta.architecture == "deepseek2" and not any("exp_probs_b" in name for name in meta.tensors):
         return _DEEPSEEK_V2
-    if meta.architecture == "llama" and meta.count("expert_count", 0, least=0):
+    if meta.architecture == "llama" and meta.count("expert_count", 0):
         return _MIXTRAL
     if meta.architecture == "olmo2" and meta.has("attention.sliding_window"):
         return _OLMO3

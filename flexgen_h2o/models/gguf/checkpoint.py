@@ -21,9 +21,10 @@ from flexgen_h2o.config.weight_layout import BLOCK_TYPES, GGMLType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference.blocks import dequantize, interleave_nibbles
-from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
+from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo, fill_rows
 from flexgen_h2o.models.gguf.architectures import (
     BARE,
+    DELTA_NET,
     EXPERTS,
     HEAD_MAPS,
     Architecture,
@@ -259,7 +260,7 @@ class FusedHeads:
 
 def fused_heads(source: Path, layer: str, maps: Mapping[str, GgufTensor]) -> FusedHeads:
     """Return the maps of a layer's heads; raise `UserError` if they do not fit together."""
-    keys, values = (maps.get(name) for name in HEAD_MAPS)
+    keys, values = (maps.get(f"{name}.weight") for name in HEAD_MAPS)
     if keys is None or values is None or len(keys.shape) != 3 or len(values.shape) != 3 or (
             keys.shape[:2] != (values.shape[0], values.shape[2])):
         raise UserError(f"{source}: the tensors {' and '.join(HEAD_MAPS)} of layer {layer} do not "
@@ -267,7 +268,58 @@ def fused_heads(source: Path, layer: str, maps: Mapping[str, GgufTensor]) -> Fus
     return FusedHeads(keys, values)
 
 
-Tensors = dict[str, GgufTensor | FusedExperts | FusedHeads]
+@dataclass(frozen=True)
+class FusedDeltaNet:
+    """The projections of a gated DeltaNet as one matrix, as the hub has them for Qwen3-Next.
+
+    Attributes
+    ----------
+    qkv : GgufTensor
+        All queries, all keys, all values.
+    gate : GgufTensor
+        The gates of the values.
+    key_heads : int
+    """
+
+    qkv: GgufTensor
+    gate: GgufTensor
+    key_heads: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape on the hub: query, key, values and gates of a key head follow one another."""
+        return self.qkv.shape[0] + self.gate.shape[0], self.qkv.shape[1]
+
+    def dtype(self, target: torch.dtype) -> torch.dtype:
+        """Return the dtype of the tensor in a converted model of dtype `target`."""
+        return target
+
+    def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
+        """Yield the rows of one key head at a time."""
+        rows, values = self.qkv.shape[0], self.gate.shape[0]
+        key = (rows - values) // 2 // self.key_heads  # rows of a head
+        value = values // self.key_heads
+        starts = ((self.qkv, 0, key), (self.qkv, key * self.key_heads, key),
+                  (self.qkv, rows - values, value), (self.gate, 0, value))
+        for head in range(self.key_heads):
+            yield torch.cat([tensor.values(slice(start + head * size, start + (head + 1) * size))
+                             for tensor, start, size in starts]).to(target)
+
+
+def fused_delta_net(meta: Metadata, layer: str, tensors: Mapping[str, GgufTensor]
+                    ) -> FusedDeltaNet:
+    """Return the projections of a layer; raise `UserError` if they do not fit together."""
+    qkv, gate = (tensors.get(f"{name}.weight") for name in DELTA_NET)
+    heads = meta.count("ssm.group_count")
+    if qkv is None or gate is None or len(qkv.shape) != 2 or len(gate.shape) != 2 or (
+            qkv.shape[1] != gate.shape[1] or gate.shape[0] % heads
+            or qkv.shape[0] <= gate.shape[0] or (qkv.shape[0] - gate.shape[0]) % (2 * heads)):
+        raise UserError(f"{meta.source}: the tensors {' and '.join(DELTA_NET)} of layer {layer} do "
+                        "not fit together")
+    return FusedDeltaNet(qkv, gate, heads)
+
+
+Tensors = dict[str, GgufTensor | FusedExperts | FusedHeads | FusedDeltaNet]
 
 
 def read_gguf(source: Path) -> tuple[GgufHeader, Tensors]:
@@ -276,14 +328,15 @@ def read_gguf(source: Path) -> tuple[GgufHeader, Tensors]:
     return header, mapped(header)
 
 
-def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
+def mapped(header: GgufHeader, *, fuse: bool = True) -> Tensors:
     """Return the tensors of a GGUF file by Hugging Face name, mapped and not yet read.
 
     Parameters
     ----------
-    fuse_experts : bool
+    fuse : bool
         Whether experts are fused as on the hub: see `Architecture.fused_experts`. Otherwise each
-        expert has its own tensors, with the names of its family. Likewise for `HEAD_MAPS`.
+        expert has its own tensors, with the names of its family. Likewise for `HEAD_MAPS` and
+        `DELTA_NET`.
 
     Raises
     ------
@@ -291,13 +344,14 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
         If the file is damaged or its architecture is not supported.
     """
     meta, arch = architecture_of(header)
-    fuses = fuse_experts and arch.fused_experts
+    fusions = [names for names, fuses in (
+        (HEAD_MAPS, "attn_kv_b" in arch.layer), (EXPERTS, arch.fused_experts),
+        (DELTA_NET, arch.fused_delta_net)) if fuse and fuses]
     files = {path: _mapped(path) for path in header.files}
     tensors: Tensors = {}
     extra = extra_layers(meta)
     layers = meta.count("block_count") - extra if extra else 0
-    parts: dict[str, dict[str, GgufTensor]] = {}
-    maps: dict[str, dict[str, GgufTensor]] = {}
+    parts: dict[tuple[tuple[str, ...], str], dict[str, GgufTensor]] = {}
     for name, stored in meta.tensors.items():
         match, number = _LAYER.fullmatch(name), _LAYER_NUMBER.match(name)
         # Ropes are part of the configuration; layers for multi-token prediction come last.
@@ -306,19 +360,22 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
         shifted = arch.shifted and name.endswith("norm.weight") and "ssm_norm" not in name
         tensor = GgufTensor(files[stored.source], stored.ggml_type, stored.shape, stored.offset,
                             shift=-1.0 if shifted else 0.0)
-        if fuse_experts and match and match[2] in HEAD_MAPS:
-            maps.setdefault(match[1], {})[match[2]] = tensor
-        elif fuses and match and match[2] in EXPERTS:
-            parts.setdefault(f"{arch.layers}.{match[1]}.", {})[f"{match[2]}.{match[3]}"] = tensor
+        names = next((names for names in fusions if match and match[2] in names), None)
+        if names is not None:
+            parts.setdefault((names, match[1]), {})[f"{match[2]}.{match[3]}"] = tensor
         else:
             tensors.update(_named(meta, arch, name, match, tensor))
         if len(tensors) > _MAX_TENSORS:
             raise UserError(f"{header.source} has more tensors than any model")
-    for layer, heads in maps.items():
-        tensors[f"{arch.layers}.{layer}.{arch.layer['attn_kv_b']}.weight"] = fused_heads(
-            header.source, layer, heads)
-    for prefix, experts in parts.items():
-        tensors.update(fused_experts(header.source, prefix, arch, experts))
+    for (names, layer), fused in parts.items():
+        prefix = f"{arch.layers}.{layer}."
+        if names == EXPERTS:
+            tensors.update(fused_experts(header.source, prefix, arch, fused))
+        elif names == HEAD_MAPS:
+            tensors[f"{prefix}{arch.layer['attn_kv_b']}.weight"] = fused_heads(
+                header.source, layer, fused)
+        else:
+            tensors[f"{prefix}{arch.fused_delta_net}.weight"] = fused_delta_net(meta, layer, fused)
     for key, name in arch.layer_values.items():
         numbers = meta.layer_numbers(key)
         memory = mmap.mmap(-1, 4 * len(numbers))
@@ -355,19 +412,24 @@ def _named(meta: Metadata, arch: Architecture, name: str, match: re.Match | None
     if len(tensor.shape) > (3 if inner in HEAD_MAPS else 2):
         raise UserError(f"{meta.source}: tensor {name} has {len(tensor.shape)} dimensions; a "
                         "matrix is needed")
-    if arch.delta_nets and (inner in ("attn_qkv", "attn_gate") or inner.startswith("ssm_")):
-        yield hub_name, _delta_net_tensor(meta, inner, tensor)
+    if "ssm_out" in arch.layer and (inner in DELTA_NET or inner.startswith("ssm_")):
+        yield hub_name, _delta_net_tensor(meta, arch, inner, tensor)
         return
     yield hub_name, replace(tensor, order=_order(meta, arch, name, inner, tensor.shape[0]))
 
 
-def _delta_net_tensor(meta: Metadata, inner: str, tensor: GgufTensor) -> GgufTensor:
+def _delta_net_tensor(meta: Metadata, arch: Architecture, inner: str, tensor: GgufTensor
+                      ) -> GgufTensor:
     """Return a tensor of a gated DeltaNet as it is on the hub.
 
-    The value heads come last among the rows, or are the columns of the output projection. Source:
-    `_LinearAttentionVReorderBase` in conversion/qwen.py of llama.cpp.
+    The value heads, which may be in another order, come last among the rows, or are the columns of
+    the output projection. Source: `Qwen3NextModel` and `_LinearAttentionVReorderBase` in
+    conversion/qwen.py of llama.cpp.
     """
-    if inner == "ssm_norm":
+    if inner == "ssm_conv1d":
+        tensor = replace(tensor, shape=(tensor.shape[0], 1, *tensor.shape[1:]))
+    tensor = replace(tensor, is_decay=inner == "ssm_a")
+    if inner == "ssm_norm" or not arch.tiled_heads:
         return tensor
     keys, values, size = (meta.count(f"ssm.{key}")
                           for key in ("group_count", "time_step_rank", "inner_size"))
@@ -380,9 +442,7 @@ def _delta_net_tensor(meta: Metadata, inner: str, tensor: GgufTensor) -> GgufTen
     order = np.concatenate((np.arange(height - total), height - total + heads))
     if inner == "ssm_out":
         return replace(tensor, columns=order)
-    if inner == "ssm_conv1d":
-        tensor = replace(tensor, shape=(height, 1, *tensor.shape[1:]))
-    return replace(tensor, order=order, is_decay=inner == "ssm_a")
+    return replace(tensor, order=order)
 
 
 def _entries(meta: Metadata, hub_name: str, tensor: GgufTensor
@@ -436,7 +496,7 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, header: GgufHeader):
         self.source = str(header.source)
         self._tensors = {name: tensor
-                         for name, tensor in mapped(header, fuse_experts=False).items()
+                         for name, tensor in mapped(header, fuse=False).items()
                          if isinstance(tensor, GgufTensor)}
 
     def names(self) -> Collection[str]:
@@ -458,22 +518,10 @@ class GgufCheckpoint(Checkpoint):
             raise ValueError(f"{name} is of shape {tensor.shape}, and not as {layout}")
         return tensor.repack(rows, layout, out)
 
-    def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
-        self._fill_part(name, info, 0, out)
-
     def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
-        tensor, flat = self._tensors[name], out.view(-1)
-        if len(info.shape) == 1:
-            flat.copy_(tensor.values(slice(None))[start : start + len(flat)])
-            return
-        columns, end = info.shape[-1], start + len(flat)
-        step = max(1, _CHUNK_ELEMENTS // columns)
-        for first in range(start // columns, math.ceil(end / columns), step):
-            stop = min(first + step, math.ceil(end / columns))
-            values = tensor.values(slice(first, stop)).view(-1)
-            begin, finish = max(start, first * columns), min(end, stop * columns)
-            flat[begin - start : finish - start].copy_(
-                values[begin - first * columns : finish - first * columns])
+        tensor = self._tensors[name]
+        fill_rows(out, start, info.shape[-1],
+                  lambda first, stop: tensor.values(slice(first, stop)))
 
     def close(self) -> None:
         """Unmap the files. The checkpoint must not be read afterwards."""

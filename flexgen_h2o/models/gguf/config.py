@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flexgen_h2o.models.gguf.architectures import (
     ARCHITECTURES,
     HEAD_MAPS,
     Architecture,
+    Keys,
     biased,
     extra_layers,
     variant,
@@ -79,9 +81,9 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
         "architectures": [arch.class_name], "model_type": arch.model_type,
         "vocab_size": meta.tensor("token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in meta.tensors,
-        **{name: meta.count(key) for name, key in arch.counts.items()},
+        **_read(arch.counts, meta.count), **_read(arch.numbers, meta.number),
+        **_read(arch.flags, meta.flag),
         "num_hidden_layers": meta.count("block_count") - extra_layers(meta),
-        **{name: meta.number(key) for name, key in arch.numbers.items()},
         "num_key_value_heads": kv_heads(meta), "head_dim": head_dim,
         "rope_parameters": arch.rope(meta, head_dim),
         "hidden_act": "silu", **arch.fixed, **arch.more(meta, head_dim),
@@ -89,6 +91,10 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
         "bos_token_id": meta.token("bos"), "pad_token_id": meta.token("padding"),
         "eos_token_id": meta.token("eos")}
     return {**config, "dtype": dtype} if dtype else config
+
+
+def _read(keys: Keys, read: Callable[..., Any]) -> dict[str, Any]:
+    return {name: read(key) if isinstance(key, str) else read(*key) for name, key in keys.items()}
 
 
 def head_size(meta: Metadata) -> int:
@@ -135,13 +141,14 @@ def header_options(header: GgufHeader, model: ModelConfig, bits: int | str, *,
     """Return `weight_options` from the header alone, with the file's tensor names."""
     layouts: dict[str, MatrixLayout] = {}
     shapes: dict[str, tuple[int, int]] = {}
-    delta_nets = architecture_of(header)[1].delta_nets
+    tiled_heads = architecture_of(header)[1].tiled_heads
+    exact = tuple(f"{inner}.weight" for inner in ("attn_kv_b", "ssm_ba", *HEAD_MAPS))
     for name, tensor in header.tensors.items():
-        maps = name.endswith(("attn_kv_b.weight", *(f"{each}.weight" for each in HEAD_MAPS)))
-        if len(tensor.shape) < 2 or tensor.shape[-2:] in model.never_quantized or maps:
+        if (len(tensor.shape) < 2 or tensor.shape[-2:] in model.never_quantized
+                or name.endswith(exact)):
             continue
         outputs, inputs = tensor.shape[-2:]
-        reordered = delta_nets and "ssm_out" in name  # its columns: see `GgufTensor`
+        reordered = tiled_heads and "ssm_out" in name  # its columns: see `GgufTensor`
         layout = None if reordered else tensor.ggml_type.layout(outputs, inputs)
         for entry in range(math.prod(tensor.shape[:-2])):
             shapes[f"{name}.{entry}"] = outputs, inputs

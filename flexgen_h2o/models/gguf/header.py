@@ -341,7 +341,8 @@ class Metadata:
         self.architecture = str(self._values.get("general.architecture", "unknown"))
 
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return an integer from `least` to 2^31 - 1."""
+        """Return an integer from `least`, or from the default if that is less, to 2^31 - 1."""
+        least = least if default is None else min(least, default)
         value = self._value(key, default)
         if isinstance(value, tuple) and len(set(value)) == 1:  # one number per layer
             value = value[0]

@@ -143,8 +143,8 @@ def _llama3(divisors: list[float], theta: float) -> dict[str, Any] | None:
     near = functools.partial(math.isclose, rel_tol=1e-4)
     if all(near(divisor, 1.0) or near(divisor, factor) for divisor in divisors):
         high = low  # nothing is between scaled and unscaled
-    for place, divisor in enumerate(divisors):
-        cycles = trained / (2 * math.pi * theta ** (place / len(divisors)))
+    for pair, divisor in enumerate(divisors):
+        cycles = trained / (2 * math.pi * theta ** (pair / len(divisors)))
         smooth = (float(cycles > low) if high == low
                   else min(1.0, max(0.0, (cycles - low) / (high - low))))
         if not near(divisor, 1 / ((1 - smooth) / factor + smooth)):
