@@ -347,6 +347,7 @@ def _afmoe(writer: GGUFWriter, config: Any) -> None:
 def _exaone_moe(writer: GGUFWriter, config: Any) -> None:
     _grouped(writer, config)
     _olmo3(writer, config)
+    _prediction_layer(writer, config)
 
 
 def _llama4(writer: GGUFWriter, config: Any) -> None:
@@ -359,6 +360,10 @@ def _llama4(writer: GGUFWriter, config: Any) -> None:
 def _glm4_moe(writer: GGUFWriter, config: Any) -> None:
     _grouped(writer, config)
     writer.add_rope_dimension_count(4)
+    _prediction_layer(writer, config)
+
+
+def _prediction_layer(writer: GGUFWriter, config: Any) -> None:
     writer.add_nextn_predict_layers(1)
     last = config.num_hidden_layers  # the converter appends its layers to the others
     writer.add_tensor(f"blk.{last}.nextn.eh_proj.weight", np.ones((32, 64), np.float32))
@@ -482,7 +487,7 @@ CASES: dict[str, Case] = {
     "exaone-moe": Case("exaone-moe", "exaone_moe", {
         **{key: _GROUPED[key] for key in _GROUPED if not key.endswith("d_experts")},
         "num_experts": 6, "num_shared_experts": 2, "num_hidden_layers": 4,
-        "num_nextn_predict_layers": 0, "sliding_window": 16}, _exaone_moe, _correction),
+        "num_nextn_predict_layers": 1, "sliding_window": 16}, _exaone_moe, _correction),
     "llama4": Case("llama4", "llama4_text", {
         "num_hidden_layers": 4, "num_local_experts": 5, "head_dim": 12, "intermediate_size": 16,
         "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2, "rope_parameters": {

@@ -212,6 +212,11 @@ def extra_layers(meta: Metadata) -> int:
     return meta.count("nextn_predict_layers", 0)
 
 
+def num_layers(meta: Metadata) -> int:
+    """Return the decoder layers without those for multi-token prediction."""
+    return meta.count("block_count", least=0) - extra_layers(meta)
+
+
 def biased(meta: Metadata, *names: str) -> bool:
     """Return True if any layer has a bias of one of these names."""
     return any(name.startswith("blk.") and name.endswith(".bias") and name.split(".")[2] in names
@@ -247,7 +252,7 @@ def _alternating(period: int) -> Callable[[Metadata, int], dict[str, Any]]:
     Unless the file says otherwise, every `period`-th layer has full attention.
     """
     def read(meta: Metadata, head_dim: int) -> dict[str, Any]:
-        key, layers = "attention.sliding_window_pattern", meta.count("block_count", least=0)
+        key, layers = "attention.sliding_window_pattern", num_layers(meta)
         windows = meta.flags(key, layers)
         if windows is None:
             every = meta.count(key, period)
@@ -261,7 +266,7 @@ def _alternating(period: int) -> Callable[[Metadata, int], dict[str, Any]]:
 
 def _query_scale(meta: Metadata, head_dim: int, largest: int) -> int:
     """Return the divisor of queries; the largest Gemma of a family has another than head_dim."""
-    if meta.count("block_count", least=0) == largest:
+    if num_layers(meta) == largest:
         return meta.count("embedding_length") // meta.count("attention.head_count")
     return head_dim
 
@@ -282,7 +287,7 @@ def _exaone4(meta: Metadata, head_dim: int) -> dict[str, Any]:
     if meta.has("attention.sliding_window"):
         return _alternating(4)(meta, head_dim)
     return {"sliding_window": None,
-            "layer_types": ["full_attention"] * meta.count("block_count", least=0)}
+            "layer_types": ["full_attention"] * num_layers(meta)}
 
 
 def _expert_sizes(meta: Metadata, head_dim: int) -> dict[str, Any]:
@@ -299,11 +304,10 @@ def _qwen2_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
 
 def _qwen35(meta: Metadata, head_dim: int) -> dict[str, Any]:
     interval = meta.count("full_attention_interval", 4)
-    layers = meta.count("block_count", least=0) - extra_layers(meta)
     return {"linear_value_head_dim":
             meta.count("ssm.inner_size") // meta.count("ssm.time_step_rank"),
             "layer_types": ["linear_attention" if (layer + 1) % interval else "full_attention"
-                            for layer in range(layers)]}
+                            for layer in range(num_layers(meta))]}
 
 
 def _qwen35_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:

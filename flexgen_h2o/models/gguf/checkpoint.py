@@ -29,6 +29,7 @@ from flexgen_h2o.models.gguf.architectures import (
     HEAD_MAPS,
     Architecture,
     extra_layers,
+    num_layers,
 )
 from flexgen_h2o.models.gguf.config import architecture_of, kv_heads
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, read_header
@@ -349,13 +350,12 @@ def mapped(header: GgufHeader, *, fuse: bool = True) -> Tensors:
         (DELTA_NET, arch.fused_delta_net)) if fuse and fuses]
     files = {path: _mapped(path) for path in header.files}
     tensors: Tensors = {}
-    extra = extra_layers(meta)
-    layers = meta.count("block_count") - extra if extra else 0
+    layers = num_layers(meta) if extra_layers(meta) else math.inf
     parts: dict[tuple[tuple[str, ...], str], dict[str, GgufTensor]] = {}
     for name, stored in meta.tensors.items():
         match, number = _LAYER.fullmatch(name), _LAYER_NUMBER.match(name)
         # Ropes are part of the configuration; layers for multi-token prediction come last.
-        if name in ROPE_TENSORS or extra and number and int(number[1]) >= layers:
+        if name in ROPE_TENSORS or number and int(number[1]) >= layers:
             continue
         shifted = arch.shifted and name.endswith("norm.weight") and "ssm_norm" not in name
         tensor = GgufTensor(files[stored.source], stored.ggml_type, stored.shape, stored.offset,

@@ -16,7 +16,7 @@ from flexgen_h2o.models.gguf.architectures import (
     Architecture,
     Keys,
     biased,
-    extra_layers,
+    num_layers,
     variant,
 )
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, gguf_file
@@ -83,7 +83,7 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in meta.tensors,
         **_read(arch.counts, meta.count), **_read(arch.numbers, meta.number),
         **_read(arch.flags, meta.flag),
-        "num_hidden_layers": meta.count("block_count") - extra_layers(meta),
+        "num_hidden_layers": num_layers(meta),
         "num_key_value_heads": kv_heads(meta), "head_dim": head_dim,
         "rope_parameters": arch.rope(meta, head_dim),
         "hidden_act": "silu", **arch.fixed, **arch.more(meta, head_dim),
