@@ -52,12 +52,12 @@ def _opt(cfg: ModelConfig) -> dict:
 
 
 def _llama(cfg: ModelConfig) -> dict:
-    rope = {"rope_type": cfg.rope.kind, "rope_theta": cfg.rope.theta}
-    if cfg.rope.kind == "llama3":
+    rope = {"rope_type": cfg.rope.rope_type, "rope_theta": cfg.rope.theta}
+    if cfg.rope.rope_type == "llama3":
         rope |= {"factor": cfg.rope.factor, "low_freq_factor": cfg.rope.low_freq_factor,
                  "high_freq_factor": cfg.rope.high_freq_factor,
                  "original_max_position_embeddings": cfg.rope.original_max_positions}
-    if cfg.rope.kind not in ("default", "llama3") or cfg.attention or cfg.attention_bias:
+    if cfg.rope.rope_type not in ("default", "llama3") or cfg.attention or cfg.attention_bias:
         raise UserError(f"{cfg.name}: benchmark checkpoints of LLaMA shapes have neither biases "
                         "nor windows, and rotate plainly or as LLaMA 3")
     return {

@@ -307,7 +307,7 @@ def gguf_config(folder: Path) -> ModelConfig:
     values = read_config(folder)
     config = from_transformers(values, folder.name)
     known = (values["model_type"] in _NAMES and config.activation == "silu"
-             and config.rope.kind in ("default", "llama3")
+             and config.rope.rope_type in ("default", "llama3")
              and not (config.attention_bias or config.mlp_bias or config.attention))
     if not known:
         raise UserError(f"{folder.name}: GGUF files are made of LLaMA's architecture and of "
@@ -409,7 +409,7 @@ def rope_factors(config: ModelConfig) -> np.ndarray | None:
 
     from flexgen_h2o.models.rope import frequencies
 
-    if config.rope.kind == "default":
+    if config.rope.rope_type == "default":
         return None
     near = torch.device("cpu")
     plain = replace(config.rope, kind="default")

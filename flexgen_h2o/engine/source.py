@@ -44,7 +44,12 @@ from flexgen_h2o.models.gguf.conversion import describe_gguf
 from flexgen_h2o.models.gguf.header import GgufHeader, read_header
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.quantization import Quantization, quantization, weight_options
-from flexgen_h2o.models.quantized import QuantizingCheckpoint, WeightFormat, cached, tag
+from flexgen_h2o.models.quantized import (
+    QuantizingCheckpoint,
+    WeightFormat,
+    open_weight_cache,
+    weight_cache_key,
+)
 from flexgen_h2o.models.registry import (
     MULTIMODAL,
     from_transformers,
@@ -191,9 +196,9 @@ class ModelSource:
             checkpoint = QuantizingCheckpoint(checkpoint, names, self.weight_format)
             # Random weights are generated when they are read: see `offload_file`.
             if self.weight_cache is not None and (on_disk or self.bits != AUTO) and not self.dummy:
-                checkpoint = cached(checkpoint, self._files, cache=self._cache_folder,
-                                    title=self._title, calibration=self.calibration,
-                                    measure=self.measure, progress=progress)
+                checkpoint = open_weight_cache(
+                    checkpoint, self._files, cache=self._cache_folder, title=self._title,
+                    calibration=self.calibration, measure=self.measure, progress=progress)
             elif self.measure is not None:
                 checkpoint.importance = self.measure()
             return checkpoint, {name: name for name in specs}
@@ -214,7 +219,7 @@ class ModelSource:
     def is_cached(self) -> bool:
         """True if the weight cache has the quantized weights."""
         return self.weight_cache is not None and find_copy(
-            self._files, tag(self.weight_format, self.calibration),
+            self._files, weight_cache_key(self.weight_format, self.calibration),
             self._cache_folder) is not None
 
     @property

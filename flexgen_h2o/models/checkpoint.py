@@ -275,7 +275,7 @@ class View:
         Rows of the entry, after transposition. ``range(n)`` and ``range(n, 2 * n)`` are halves,
         ``range(0, 2 * n, 2)`` and ``range(1, 2 * n, 2)`` alternate. None: all. For a vector, its
         elements.
-    parts : tuple of range
+    row_ranges : tuple of range
         In place of `rows`, ranges that follow one another in the result, such as the queries of
         each head in a matrix of queries and gates.
     blocks : int
@@ -287,7 +287,7 @@ class View:
     entry: int | None = None
     transposed: bool = False
     rows: range | None = None
-    parts: tuple[range, ...] = ()
+    row_ranges: tuple[range, ...] = ()
     blocks: int = 0
 
 
@@ -358,9 +358,9 @@ class StackedCheckpoint(Checkpoint):
         return replace(stacked, shape=(height, *region.shape[1:]), extent=extent, checksum=None)
 
     def _regions(self, name: str) -> list[_Region]:
-        """Return the positions of a view's rows, or of each of its parts."""
+        """Return the regions of a view: of its rows, or of each range of rows."""
         view = self._views[name]
-        return [self._region(name, rows) for rows in view.parts or (view.rows,)]
+        return [self._region(name, rows) for rows in view.row_ranges or (view.rows,)]
 
     def _region(self, name: str, view_rows: range | None) -> _Region:
         """Return the position of some rows of a view's tensor; None: of all rows.

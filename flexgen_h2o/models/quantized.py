@@ -149,10 +149,10 @@ class QuantizingCheckpoint(Checkpoint):
         self._inner.close()
 
 
-def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, cache: CacheFolder,
-           title: str, calibration: str = "",
-           measure: Callable[[], Mapping[str, Tensor]] | None = None,
-           progress: ByteProgress | None = None) -> Checkpoint:
+def open_weight_cache(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *,
+                      cache: CacheFolder, title: str, calibration: str = "",
+                      measure: Callable[[], Mapping[str, Tensor]] | None = None,
+                      progress: ByteProgress | None = None) -> Checkpoint:
     """Return a checkpoint's quantized tensors in the weight cache, which is built if missing.
 
     Tensors start at multiples of 64 bytes, so that they can be read in place. The tensors of a
@@ -187,7 +187,8 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, cache: 
         write_weights(folder, layout, _chunks(checkpoint, layout), cache=cache, progress=progress)
 
     with checkpoint:
-        folder = build_once(sources, tag(checkpoint.form, calibration), title, build, cache=cache)
+        key = weight_cache_key(checkpoint.form, calibration)
+        folder = build_once(sources, key, title, build, cache=cache)
     try:
         return SafetensorsCheckpoint(folder)
     except UserError as error:
@@ -195,8 +196,8 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, cache: 
                         f"({error})") from error
 
 
-def tag(form: WeightFormat, calibration: str) -> str:
-    """Return the format's part of the key of `cached`."""
+def weight_cache_key(form: WeightFormat, calibration: str) -> str:
+    """Return the format's part of the key of `open_weight_cache`."""
     dtype = str(form.dtype).removeprefix("torch.")
     options, bits = form.options, AUTO
     if options.weight_bits != AUTO:

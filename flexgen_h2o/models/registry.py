@@ -29,52 +29,18 @@ _LOCK = threading.RLock()
 _TRIES = 8
 
 FAMILIES: Mapping[str, str] = MappingProxyType({
-    "opt": "opt",
-    "llama": "llama",
-    "mistral": "llama",
-    "gpt_neox": "gpt_neox",
-    "mixtral": "mixtral",
-    "gpt_oss": "gpt_oss",
-    "olmoe": "olmoe",
-    "qwen2_moe": "qwen2_moe",
-    "qwen3_moe": "qwen3_moe",
-    "glm4_moe": "glm4_moe",
-    "solar_open": "glm4_moe",
-    "dots1": "dots1",
-    "minimax_m2": "minimax_m2",
-    "ernie4_5_moe": "ernie4_5_moe",
-    "phimoe": "phimoe",
-    "llama4_text": "llama4",
-    "exaone_moe": "exaone_moe",
-    "afmoe": "afmoe",
-    "flex_olmo": "flex_olmo",
-    "granitemoe": "granitemoe",
-    "granitemoeshared": "granitemoe",
-    "qwen3_next": "qwen3_next",
-    "qwen3_5_text": "qwen3_next",
-    "qwen3_5_moe_text": "qwen3_next",
-    "qwen2": "qwen",
-    "qwen3": "qwen",
-    "seed_oss": "qwen",
-    "phi3": "phi3",
-    "gemma2": "gemma",
-    "gemma3_text": "gemma",
-    "granite": "granite",
-    "olmo2": "olmo2",
-    "olmo3": "olmo2",
-    "exaone4": "exaone4",
-    "smollm3": "smollm3",
-    "glm": "glm",
-    "glm4": "glm",
-    "cohere": "cohere",
-    "cohere2": "cohere",
-    "apertus": "apertus",
-    "ernie4_5": "ernie4_5",
-    "stablelm": "stablelm",
-    "deepseek_v2": "deepseek",
-    "deepseek_v3": "deepseek",
-    "kimi_k2": "deepseek",
-    "glm4_moe_lite": "deepseek",
+    "opt": "opt", "llama": "llama", "mistral": "llama", "gpt_neox": "gpt_neox",
+    "mixtral": "mixtral", "gpt_oss": "gpt_oss", "olmoe": "olmoe", "qwen2_moe": "qwen2_moe",
+    "qwen3_moe": "qwen3_moe", "glm4_moe": "glm4_moe", "solar_open": "glm4_moe", "dots1": "dots1",
+    "minimax_m2": "minimax_m2", "ernie4_5_moe": "ernie4_5_moe", "phimoe": "phimoe",
+    "llama4_text": "llama4", "exaone_moe": "exaone_moe", "afmoe": "afmoe", "flex_olmo": "flex_olmo",
+    "granitemoe": "granitemoe", "granitemoeshared": "granitemoe", "qwen3_next": "qwen3_next",
+    "qwen3_5_text": "qwen3_next", "qwen3_5_moe_text": "qwen3_next", "qwen2": "qwen",
+    "qwen3": "qwen", "seed_oss": "qwen", "phi3": "phi3", "gemma2": "gemma", "gemma3_text": "gemma",
+    "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4",
+    "smollm3": "smollm3", "glm": "glm", "glm4": "glm", "cohere": "cohere", "cohere2": "cohere",
+    "apertus": "apertus", "ernie4_5": "ernie4_5", "stablelm": "stablelm", "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek", "kimi_k2": "deepseek", "glm4_moe_lite": "deepseek",
 })
 """Modules of `families` by the model_type of config.json."""
 
@@ -166,14 +132,14 @@ def from_transformers(config: Any, name: str) -> ModelConfig:
     values = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(values, Mapping):
         raise UserError(f"{name}: config.json must hold an object, not {type(values).__name__}")
-    values = text_part(values, name)
+    values = text_config(values, name)
     _refuse_unsupported(values, name)
     model_type = values["model_type"]
     family = family_named(FAMILIES[model_type])
     return family.read(Fields(name, values, family.DEFAULTS[model_type], FAMILIES[model_type]))
 
 
-def text_part(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def text_config(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the config.json of the text model of a model with vision; of others `values` itself.
 
     Keys that its text_config lacks come from the outer object, and so do the end tokens and

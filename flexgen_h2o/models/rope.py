@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 RopeTables: TypeAlias = "tuple[Tensor, Tensor]"
 """Cosines and sines, [rows, rotary_dim / 2] each."""
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class RopeConfig:
         Base of the wavelengths.
     rotary_dim : int
         Leading dimensions of each head that rotate; even.
-    kind : str
-        One of `ROPE_KINDS`. `dynamic` is `default` within the original context.
+    rope_type : str
+        One of `ROPE_TYPES`. `dynamic` is `default` within the original context.
     factor : float
         Divisor of positions.
     low_freq_factor, high_freq_factor : float
@@ -58,7 +58,7 @@ class RopeConfig:
 
     theta: float
     rotary_dim: int
-    kind: str = "default"
+    rope_type: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -76,7 +76,7 @@ class RopeConfig:
         With YaRN and dynamic rope it is the factor times the original context, which is often not
         in config.json.
         """
-        if self.kind not in ("yarn", "dynamic"):
+        if self.rope_type not in ("yarn", "dynamic"):
             return trained
         stretched = int(self.factor * self.original_max_positions)
         return min(max(trained, stretched), MAX_POSITIONS)
@@ -84,7 +84,7 @@ class RopeConfig:
     @property
     def plain_context(self) -> int | None:
         """The length of a text up to which rotations do not depend on it; None: no limit."""
-        return self.original_max_positions if self.kind in ("dynamic", "longrope") else None
+        return self.original_max_positions if self.rope_type in ("dynamic", "longrope") else None
 
     def text_length(self, prompt: int, new: int) -> int | None:
         """Return the minimum length by which a text of `prompt` and up to `new` tokens rotates.
@@ -98,7 +98,7 @@ class RopeConfig:
         context = self.plain_context
         if context is None:
             return None
-        if self.kind == "longrope":
+        if self.rope_type == "longrope":
             return context + 1 if prompt + new > context else 0
         return prompt if prompt > context else 0
 
@@ -141,10 +141,10 @@ def read_rope(f: Fields, *, theta: Any = None, parameters: Any = None,
     if not isinstance(parameters, Mapping) or any(
             isinstance(value, Mapping) for value in parameters.values()):
         raise UserError(f"{f.name}: rope parameters that are not one flat object are not supported")
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise UserError(f"{f.name}: rope type {kind!r} is not supported "
-                        f"(supported: {', '.join(ROPE_KINDS)})")
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise UserError(f"{f.name}: rope type {rope_type!r} is not supported "
+                        f"(supported: {', '.join(ROPE_TYPES)})")
     share = f.fit(Annotated[float, Meta(gt=0, le=1)], first(
         parameters.get("partial_rotary_factor"), f.raw("partial_rotary_factor"),
         f.raw("rotary_pct"), 1.0), "partial_rotary_factor")
@@ -155,12 +155,12 @@ def read_rope(f: Fields, *, theta: Any = None, parameters: Any = None,
     rotary_dim = int(f.head_dim() * share)
     try:
         rope = RopeConfig(theta=f.fit(Positive, base, "rope_theta"), rotary_dim=rotary_dim,
-                          kind=kind, **_SCALINGS[kind](f, parameters, rotary_dim))
+                          rope_type=rope_type, **_SCALINGS[rope_type](f, parameters, rotary_dim))
         rope.max_positions(0)
-        if kind == "yarn":
+        if rope_type == "yarn":
             _yarn_band(rope)
     except (ArithmeticError, ValueError):  # such as the logarithm of 0
-        raise UserError(f"{f.name}: rope of type {kind} can't be computed with rope_theta "
+        raise UserError(f"{f.name}: rope of type {rope_type} can't be computed with rope_theta "
                         f"{short_repr(base)} and the rope parameters "
                         f"{short_repr(dict(parameters))}; is config.json damaged?") from None
     return rope
@@ -179,7 +179,7 @@ def read_layer_ropes(f: Fields, *, local_theta: Any = None) -> tuple[RopeConfig,
     parameters = f.mapping("rope_parameters")
     if not set(LAYER_TYPES) & set(parameters):
         parameters = {LAYER_TYPES[0]: f.mapping("rope_scaling") or parameters}
-    full, local = (parameters.get(kind) or {} for kind in LAYER_TYPES)
+    full, local = (parameters.get(layer_type) or {} for layer_type in LAYER_TYPES)
     return read_rope(f, parameters=full), read_rope(f, parameters=local, theta=local_theta)
 
 
@@ -321,25 +321,25 @@ def _frequencies(rope: RopeConfig, device: torch.device, lengths: Tensor | None)
     steps = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device=device)
     steepness = rope.theta ** (steps / rope.rotary_dim)
     plain = 1.0 / steepness
-    if rope.kind == "linear":
+    if rope.rope_type == "linear":
         return plain / rope.factor
-    if rope.kind == "longrope":
+    if rope.rope_type == "longrope":
         factors = torch.tensor(rope.short_factors, device=device)
         if lengths is not None:
             longer = lengths[:, None] > rope.original_max_positions
             factors = torch.where(longer, torch.tensor(rope.long_factors, device=device), factors)
         return 1.0 / (factors * steepness)
-    if rope.kind == "dynamic" and lengths is not None:
+    if rope.rope_type == "dynamic" and lengths is not None:
         context, width = rope.original_max_positions, rope.rotary_dim
         stretch = rope.factor * lengths.clamp(min=context) / context - (rope.factor - 1)
         base = rope.theta * stretch ** (width / (width - 2))
         return 1.0 / base[:, None] ** (steps / width)
-    if rope.kind == "llama3":
+    if rope.rope_type == "llama3":
         # Low frequencies are divided by the factor, high ones kept, with interpolation between.
         cycles = rope.original_max_positions * plain / (2 * math.pi)  # per original context
         unscaled = (cycles - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         unscaled = unscaled.clamp(0, 1)
-    elif rope.kind == "yarn":
+    elif rope.rope_type == "yarn":
         unscaled = 1 - _yarn_ramp(rope, steps / 2)
     else:
         return plain

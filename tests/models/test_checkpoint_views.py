@@ -31,8 +31,8 @@ def tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
 def views() -> dict[str, tuple[View, ...]]:
     found = {"q": View("qkv", rows=range(4)), "k": View("qkv", rows=range(4, 6)),
              "v": View("qkv", rows=range(6, 8)),
-             "of_heads": View("qkv", parts=(range(1, 3), range(5, 8, 2), range(4, 5))),
-             "of_bias": View("turns_bias", 1, parts=(range(2), range(4, 6))),
+             "of_heads": View("qkv", row_ranges=(range(1, 3), range(5, 8, 2), range(4, 5))),
+             "of_bias": View("turns_bias", 1, row_ranges=(range(2), range(4, 6))),
              "of_keys": View("heads", rows=range(2), blocks=5, transposed=True),
              "of_values": View("heads", rows=range(2, 5), blocks=5)}
     for e in range(EXPERTS):
@@ -52,8 +52,8 @@ def expected(all_tensors: dict[str, torch.Tensor], view: View) -> torch.Tensor:
         return blocks.transpose(1, 2) if view.transposed else blocks
     entry = whole if view.entry is None else whole[view.entry]
     entry = entry.T if view.transposed else entry
-    if view.parts:
-        return torch.cat([entry[list(rows)] for rows in view.parts])
+    if view.row_ranges:
+        return torch.cat([entry[list(rows)] for rows in view.row_ranges])
     return entry if view.rows is None else entry[list(view.rows)]
 
 
@@ -86,7 +86,7 @@ def test_consecutive_rows_have_an_extent(tmp_path):
     with StackedCheckpoint(open_checkpoint(tmp_path), views()) as checkpoint:
         for name, (view,) in views().items():
             extent = checkpoint.info(name).extent
-            assert (extent is None) == (view.transposed or view.blocks > 0 or bool(view.parts)
+            assert (extent is None) == (view.transposed or view.blocks > 0 or bool(view.row_ranges)
                                         or view.rows.step > 1), name
             if extent is not None:
                 raw = extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes]

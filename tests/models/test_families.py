@@ -199,7 +199,7 @@ def test_text_config_of_a_multimodal_model():
     assert (cfg.hidden_size, cfg.eos_token_ids, cfg.vocab_size) == (64, (1, 106), 262208)
     assert cfg.other_rope_layers == (True,) * 5 + (False, True)
     assert [cfg.attention_variant(layer).window for layer in (0, 5)] == [9, None]
-    assert (cfg.rope.kind, cfg.rope.factor, cfg.other_rope.theta) == ("linear", 8.0, 10000.0)
+    assert (cfg.rope.rope_type, cfg.rope.factor, cfg.other_rope.theta) == ("linear", 8.0, 10000.0)
     assert "model.language_model.layers.0.mlp.up_proj.weight" in family(cfg).aliases(
         "model.layers.0.mlp.up_proj.weight")
 
@@ -222,7 +222,7 @@ def test_older_qwen_vl_config_is_flat():
             "num_key_value_heads": 2, "vision_config": {"hidden_size": 32},
             "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
     cfg = from_transformers(flat, "x")
-    assert (cfg.hidden_size, cfg.rope.kind, cfg.rope.theta) == (64, "default", 1e6)
+    assert (cfg.hidden_size, cfg.rope.rope_type, cfg.rope.theta) == (64, "default", 1e6)
     assert cfg.attention_bias and cfg.norm_eps == 1e-5
 
 

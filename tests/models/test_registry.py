@@ -71,7 +71,7 @@ def test_shapes_are_those_of_the_tensors(key):
 
 def test_published_names():
     assert published("OPT-30B").num_layers == published("facebook/opt-30b").num_layers == 48
-    assert published("meta-llama/meta-llama-3.1-8b").rope.kind == "llama3"
+    assert published("meta-llama/meta-llama-3.1-8b").rope.rope_type == "llama3"
     assert not published("mistral-7b-v0.3").attention
     assert published("opt-350m").embed_dim == 512 and not published("opt-350m").final_norm
     assert published("someone/opt-30b") is None

@@ -184,7 +184,7 @@ def _yarn_scale(f: Fields, rope: RopeConfig) -> float:
     """Return the factor of the softmax's scale that a scaled rope brings with mscale_all_dim."""
     parameters = f.mapping("rope_scaling") or f.mapping("rope_parameters")
     mscale = f.fit(float, parameters.get("mscale_all_dim") or 0.0, "rope mscale_all_dim")
-    if rope.kind == "default" or not mscale or rope.factor <= 1:
+    if rope.rope_type == "default" or not mscale or rope.factor <= 1:
         return 1.0
     return (0.1 * mscale * math.log(rope.factor) + 1.0) ** 2
 

@@ -93,10 +93,10 @@ class Qwen3Next(MixtureDecoder):
                 views |= self._delta_views(cfg, f"{prefix}linear_attn.")
                 continue
             for name, number in (("query", 0), ("gate", 1)):
-                rows = _parts(cfg.num_heads, (cfg.head_dim, cfg.head_dim), number)
+                rows = _block_rows(cfg.num_heads, (cfg.head_dim, cfg.head_dim), number)
                 for end in ("weight", "bias") if cfg.attention_bias else ("weight",):
                     views[f"{prefix}self_attn.q_proj.{name}.{end}"] = self.views_of(
-                        f"{prefix}self_attn.q_proj.{end}", parts=rows)
+                        f"{prefix}self_attn.q_proj.{end}", row_ranges=rows)
         return views
 
     def _delta_views(self, cfg: ModelConfig, prefix: str) -> dict[str, Sequence[View]]:
@@ -109,16 +109,18 @@ class Qwen3Next(MixtureDecoder):
         shared = heads.value_heads // heads.key_heads
         values = shared * heads.value_dim
         widths, tensor = (heads.key_dim, heads.key_dim, values, values), f"{prefix}in_proj_qkvz"
-        query, key, value, gate = (_parts(heads.key_heads, widths, number) for number in range(4))
-        beta, step = (_parts(heads.key_heads, (shared, shared), number) for number in range(2))
-        return {f"{prefix}{name}.weight": self.views_of(f"{source}.weight", parts=rows)
+        query, key, value, gate = (_block_rows(heads.key_heads, widths, number)
+                                   for number in range(4))
+        beta, step = (_block_rows(heads.key_heads, (shared, shared), number)
+                      for number in range(2))
+        return {f"{prefix}{name}.weight": self.views_of(f"{source}.weight", row_ranges=rows)
                 for name, source, rows in (
                     ("in_proj_qkv", tensor, query + key + value), ("in_proj_z", tensor, gate),
                     ("in_proj_b", f"{prefix}in_proj_ba", beta),
                     ("in_proj_a", f"{prefix}in_proj_ba", step))}
 
 
-def _parts(blocks: int, widths: Sequence[int], number: int) -> tuple[range, ...]:
+def _block_rows(blocks: int, widths: Sequence[int], number: int) -> tuple[range, ...]:
     """Return the rows of part `number` of each block, whose parts have these widths."""
     starts = [0, *accumulate(widths)]
     return tuple(range(block + starts[number], block + starts[number + 1])
