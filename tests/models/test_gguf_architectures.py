@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from flexgen_h2o import LLM
 from flexgen_h2o.config.weight_layout import AUTO
+from flexgen_h2o.models.gguf.checkpoint import mapped
 from flexgen_h2o.models.gguf.config import config_of, header_options
 from flexgen_h2o.models.gguf.header import read_header
 from flexgen_h2o.models.registry import FAMILIES, read_config
@@ -165,6 +166,15 @@ def test_older_deepseek_has_its_published_groups(tmp_path, name, experts, kept):
     config = config_of(replace(header, values={**values, "deepseek2.expert_count": experts}))
     assert (config["n_group"], config["topk_group"]) == (8, kept)
     assert config.get("topk_method") in (None, "group_limited_greedy")
+
+
+@pytest.mark.parametrize("name, tensor", [("qwen3next", "attn_gate"), ("deepseek2", "attn_v_b"),
+                                          ("gpt-oss", "ffn_up_exps")])
+def test_fused_tensors_need_all_their_parts(tmp_path, name, tensor):
+    header = read_header(make(name, tmp_path)[1])
+    tensors = {key: value for key, value in header.tensors.items()
+               if key != f"blk.0.{tensor}.weight"}
+    refused(lambda: mapped(replace(header, tensors=tensors)), match=tensor)
 
 
 def tokenizer_of(tmp_path, monkeypatch, split: str):

@@ -229,23 +229,20 @@ def fused_experts(source: Path, prefix: str, arch: Architecture, parts: Mapping[
 
 
 @dataclass(frozen=True)
-class FusedHeads:
-    """One matrix of all heads' maps from latents to keys and values, as the hub has it.
+class FusedRows:
+    """Rows of two tensors of the file, by head, as one matrix of the hub.
 
     Attributes
     ----------
-    keys : GgufTensor [heads, rank, elements of a key]
-    values : GgufTensor [heads, elements of a value, rank]
+    shape : tuple of int
+        Shape on the hub.
+    heads : tuple of tuple of (GgufTensor, slice, bool)
+        What follows one another in each head: rows of a tensor, and whether these are columns on
+        the hub.
     """
 
-    keys: GgufTensor
-    values: GgufTensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape on the hub: the rows of a head are those of its key, then of its value."""
-        heads, rank, width = self.keys.shape
-        return heads * (width + self.values.shape[1]), rank
+    shape: tuple[int, int]
+    heads: tuple[tuple[tuple[GgufTensor, slice, bool], ...], ...]
 
     def dtype(self, target: torch.dtype) -> torch.dtype:
         """Return the dtype of the tensor in a converted model of dtype `target`."""
@@ -253,74 +250,62 @@ class FusedHeads:
 
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
         """Yield the rows of one head at a time."""
-        for head in range(self.keys.shape[0]):
-            keys, values = (part.values(slice(head * part.shape[1], (head + 1) * part.shape[1]))
-                            for part in (self.keys, self.values))
-            yield torch.cat((keys.T, values)).to(target)
+        for pieces in self.heads:
+            values = ((tensor.values(rows), transposed) for tensor, rows, transposed in pieces)
+            yield torch.cat([x.T if transposed else x for x, transposed in values]).to(target)
 
 
-def fused_heads(source: Path, layer: str, maps: Mapping[str, GgufTensor]) -> FusedHeads:
-    """Return the maps of a layer's heads; raise `UserError` if they do not fit together."""
-    keys, values = (maps.get(f"{name}.weight") for name in HEAD_MAPS)
-    if keys is None or values is None or len(keys.shape) != 3 or len(values.shape) != 3 or (
-            keys.shape[:2] != (values.shape[0], values.shape[2])):
-        raise UserError(f"{source}: the tensors {' and '.join(HEAD_MAPS)} of layer {layer} do not "
-                        "fit together")
-    return FusedHeads(keys, values)
+def fused_rows(meta: Metadata, layer: str, names: tuple[str, ...],
+               tensors: Mapping[str, GgufTensor]) -> FusedRows:
+    """Fuse the two tensors `names` of a layer: `HEAD_MAPS` or `DELTA_NET`.
 
-
-@dataclass(frozen=True)
-class FusedDeltaNet:
-    """The projections of a gated DeltaNet as one matrix, as the hub has them for Qwen3-Next.
-
-    Attributes
-    ----------
-    qkv : GgufTensor
-        All queries, all keys, all values.
-    gate : GgufTensor
-        The gates of the values.
-    key_heads : int
+    Raises `UserError` if one is missing or they do not fit together.
     """
-
-    qkv: GgufTensor
-    gate: GgufTensor
-    key_heads: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape on the hub: query, key, values and gates of a key head follow one another."""
-        return self.qkv.shape[0] + self.gate.shape[0], self.qkv.shape[1]
-
-    def dtype(self, target: torch.dtype) -> torch.dtype:
-        """Return the dtype of the tensor in a converted model of dtype `target`."""
-        return target
-
-    def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
-        """Yield the rows of one key head at a time."""
-        rows, values = self.qkv.shape[0], self.gate.shape[0]
-        key = (rows - values) // 2 // self.key_heads  # rows of a head
-        value = values // self.key_heads
-        starts = ((self.qkv, 0, key), (self.qkv, key * self.key_heads, key),
-                  (self.qkv, rows - values, value), (self.gate, 0, value))
-        for head in range(self.key_heads):
-            yield torch.cat([tensor.values(slice(start + head * size, start + (head + 1) * size))
-                             for tensor, start, size in starts]).to(target)
+    first, second = (tensors.get(f"{name}.weight") for name in names)
+    fused = None
+    if first is not None and second is not None:
+        fuse = _fused_maps if names == HEAD_MAPS else _fused_delta_net
+        fused = fuse(first, second, meta)
+    if fused is None:
+        raise UserError(f"{meta.source}: the tensors {' and '.join(names)} of layer {layer} do not "
+                        "fit together")
+    return fused
 
 
-def fused_delta_net(meta: Metadata, layer: str, tensors: Mapping[str, GgufTensor]
-                    ) -> FusedDeltaNet:
-    """Return the projections of a layer; raise `UserError` if they do not fit together."""
-    qkv, gate = (tensors.get(f"{name}.weight") for name in DELTA_NET)
-    heads = meta.count("ssm.group_count")
-    if qkv is None or gate is None or len(qkv.shape) != 2 or len(gate.shape) != 2 or (
-            qkv.shape[1] != gate.shape[1] or gate.shape[0] % heads
-            or qkv.shape[0] <= gate.shape[0] or (qkv.shape[0] - gate.shape[0]) % (2 * heads)):
-        raise UserError(f"{meta.source}: the tensors {' and '.join(DELTA_NET)} of layer {layer} do "
-                        "not fit together")
-    return FusedDeltaNet(qkv, gate, heads)
+def _fused_maps(keys: GgufTensor, values: GgufTensor, meta: Metadata) -> FusedRows | None:
+    """Fuse each head's maps from latents to its key and to its value.
+
+    They are [heads, rank, elements of a key] and [heads, elements of a value, rank].
+    """
+    if len(keys.shape) != 3 or len(values.shape) != 3 or (
+            keys.shape[:2] != (values.shape[0], values.shape[2])):
+        return None
+    heads, rank, key = keys.shape
+    value = values.shape[1]
+    return FusedRows((heads * (key + value), rank), tuple(
+        ((keys, _rows_of(head, rank), True), (values, _rows_of(head, value), False))
+        for head in range(heads)))
 
 
-Tensors = dict[str, GgufTensor | FusedExperts | FusedHeads | FusedDeltaNet]
+def _fused_delta_net(qkv: GgufTensor, gate: GgufTensor, meta: Metadata) -> FusedRows | None:
+    """Fuse all queries, keys and values with the gates: a key head has some of each on the hub."""
+    heads, rows = meta.count("ssm.group_count"), qkv.shape[0]
+    total = gate.shape[0]  # rows of all values
+    if len(qkv.shape) != 2 or len(gate.shape) != 2 or qkv.shape[1] != gate.shape[1] or (
+            total % heads or rows <= total or (rows - total) % (2 * heads)):
+        return None
+    keys, key, value = (rows - total) // 2, (rows - total) // (2 * heads), total // heads
+    return FusedRows((rows + total, qkv.shape[1]), tuple(
+        ((qkv, _rows_of(head, key), False), (qkv, _rows_of(head, key, keys), False),
+         (qkv, _rows_of(head, value, 2 * keys), False), (gate, _rows_of(head, value), False))
+        for head in range(heads)))
+
+
+def _rows_of(head: int, size: int, first: int = 0) -> slice:
+    return slice(first + head * size, first + (head + 1) * size)
+
+
+Tensors = dict[str, GgufTensor | FusedExperts | FusedRows]
 
 
 def read_gguf(source: Path) -> tuple[GgufHeader, Tensors]:
@@ -345,7 +330,7 @@ def mapped(header: GgufHeader, *, fuse: bool = True) -> Tensors:
         If the file is damaged or its architecture is not supported.
     """
     meta, arch = architecture_of(header)
-    fusions = [names for names, fuses in (
+    fusions: list[tuple[str, ...]] = [names for names, fuses in (
         (HEAD_MAPS, "attn_kv_b" in arch.layer), (EXPERTS, arch.fused_experts),
         (DELTA_NET, arch.fused_delta_net)) if fuse and fuses]
     files = {path: _mapped(path) for path in header.files}
@@ -371,11 +356,9 @@ def mapped(header: GgufHeader, *, fuse: bool = True) -> Tensors:
         prefix = f"{arch.layers}.{layer}."
         if names == EXPERTS:
             tensors.update(fused_experts(header.source, prefix, arch, fused))
-        elif names == HEAD_MAPS:
-            tensors[f"{prefix}{arch.layer['attn_kv_b']}.weight"] = fused_heads(
-                header.source, layer, fused)
         else:
-            tensors[f"{prefix}{arch.fused_delta_net}.weight"] = fused_delta_net(meta, layer, fused)
+            name = arch.layer["attn_kv_b"] if names == HEAD_MAPS else arch.fused_delta_net
+            tensors[f"{prefix}{name}.weight"] = fused_rows(meta, layer, names, fused)
     for key, name in arch.layer_values.items():
         numbers = meta.layer_numbers(key)
         memory = mmap.mmap(-1, 4 * len(numbers))
