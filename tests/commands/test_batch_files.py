@@ -28,11 +28,11 @@ def write(path, *lines: object) -> str:
     return str(path)
 
 
-def line_of(found: JobInput, place: int) -> bytes:
+def line_of(index: JobInput, place: int) -> bytes:
     """The line that answers a request, or says that it failed."""
-    key, number = int(found.keys[place]), int(found.numbers[place])
+    key, number = int(index.keys[place]), int(index.numbers[place])
     try:
-        one = read_request(found.line(place), number, Defaults({"m"}, 4))
+        one = read_request(index.line(place), number, Defaults({"m"}, 4))
     except BadRequest as error:
         return failure_line(error, key=key, number=number, custom_id=None)
     return answer_line(one, [Output(None, [1], [2], "text", "length")] * one.n, key=key, model="m",
@@ -47,45 +47,42 @@ def test_index_finds_ids_duplicates_and_invalid_lines(tmp_path):
                  {"prompt": "y", "id": "b"}, b"{broken\n", {"prompt": "z", "id": "a"},
                  b'{"custom_id": 3}\n', {"prompt": "z", "id": "a"}, {"prompt": "no id"},
                  b"{broken\n", b'{"prompt": "no end", "id": "line-8"}')
-    with JobInput(path) as found:
-        assert found.numbers.tolist() == [1, 4, 5, 6, 7, 8, 9, 10, 11]
-        assert found.kinds.tolist() == [VALID, VALID, INVALID, DUPLICATE, INVALID, DUPLICATE, VALID,
+    with JobInput(path) as index:
+        assert index.numbers.tolist() == [1, 4, 5, 6, 7, 8, 9, 10, 11]
+        assert index.kinds.tolist() == [VALID, VALID, INVALID, DUPLICATE, INVALID, DUPLICATE, VALID,
                                         INVALID, VALID]
-        assert len({*found.keys.tolist()}) == len(found) == 9
-        assert found.line(8) == b'{"prompt": "no end", "id": "line-8"}'
-        assert found.find(found.keys[::-1]).tolist() == [*range(9)][::-1]
-        assert found.find(np.array([0, 2**64 - 1], np.uint64)).tolist() == [-1, -1]
-        keys = found.keys[:2].tolist()
+        assert len({*index.keys.tolist()}) == len(index) == 9
+        assert index.line(8) == b'{"prompt": "no end", "id": "line-8"}'
+        assert index.find(index.keys[::-1]).tolist() == [*range(9)][::-1]
+        assert index.find(np.array([0, 2**64 - 1], np.uint64)).tolist() == [-1, -1]
+        keys = index.keys[:2].tolist()
     # A request is known by its id and its bytes, and not by its place.
     path = write(tmp_path / "b.jsonl", {"prompt": "y", "id": "b"}, {"prompt": "x", "id": "a"},
                  {"prompt": "X", "id": "c"})
-    with JobInput(path) as found:
-        assert found.keys[:2].tolist() == keys[::-1]
+    with JobInput(path) as index:
+        assert index.keys[:2].tolist() == keys[::-1]
 
 
 def test_invalid_inputs_are_refused(tmp_path):
     refused(lambda: JobInput(str(tmp_path / "no")), "cannot read --input", "No such file")
     refused(lambda: JobInput(write(tmp_path / "e", b"\n\n")), "holds no requests")
-    os.mkfifo(tmp_path / "pipe")
-    writer = os.open(tmp_path / "pipe", os.O_RDWR)
-    refused(lambda: JobInput(str(tmp_path / "pipe")), "is not a regular file")
-    os.close(writer)
+    refused(lambda: JobInput("/dev/null"), "is not a regular file")
 
 
-def test_an_input_that_changes_under_the_job_is_told(tmp_path):
+def test_an_input_that_changes_under_the_job_is_refused(tmp_path):
     path = write(tmp_path / "a", {"prompt": "x"}, {"prompt": "y"})
-    with JobInput(path) as found:
+    with JobInput(path) as index:
         write(tmp_path / "a", {"prompt": "X"}, {"prompt": "y"})
-        refused(lambda: found.line(0), "line 1", "has been changed while the job runs")
-        assert found.line(1) == b'{"prompt": "y"}'
+        refused(lambda: index.line(0), "line 1", "has been changed while the job runs")
+        assert index.line(1) == b'{"prompt": "y"}'
 
 
 def test_a_line_without_end_is_not_held_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(job_input, "MAX_LINE_BYTES", 64)
     path = write(tmp_path / "a", {"prompt": "x" * 1000}, {"prompt": "y"}, {"prompt": "z" * 1000})
-    with JobInput(path) as found:
-        assert found.kinds.tolist() == [INVALID, VALID, INVALID]
-        assert [len(found.line(place)) for place in range(3)] == [64, 15, 64]
+    with JobInput(path) as index:
+        assert index.kinds.tolist() == [INVALID, VALID, INVALID]
+        assert [len(index.line(place)) for place in range(3)] == [64, 15, 64]
 
 
 def test_an_index_takes_few_bytes_a_line(tmp_path):
@@ -95,9 +92,9 @@ def test_an_index_takes_few_bytes_a_line(tmp_path):
                         for number in range(lines))
     tracemalloc.start()
     try:
-        with JobInput(str(tmp_path / "a")) as found:
+        with JobInput(str(tmp_path / "a")) as index:
             held, most = tracemalloc.get_traced_memory()
-            assert len(found) == lines and not found.kinds.any()
+            assert len(index) == lines and not index.kinds.any()
     finally:
         tracemalloc.stop()
     assert held < 26 * lines and most < 80 * lines
@@ -115,8 +112,8 @@ def test_results_truncated_at_any_byte_are_resumed(tmp_path, monkeypatch):
     """Whatever a killed job leaves: whole lines count, and the rest is written again."""
     monkeypatch.setattr(job_results.os, "fsync", lambda descriptor: None)  # a thousand take seconds
     path = str(tmp_path / "out.jsonl")
-    with JobInput(requests(tmp_path)) as found:
-        lines = [line_of(found, place) for place in (2, 0, 3, 1)]
+    with JobInput(requests(tmp_path)) as index:
+        lines = [line_of(index, place) for place in (2, 0, 3, 1)]
         whole = b"".join(line + b"\n" for line in lines)
         ends = np.cumsum([len(line) + 1 for line in lines])
         for end in range(0, len(whole) + 1, 1 if selection.every_case else 5):
@@ -124,7 +121,7 @@ def test_results_truncated_at_any_byte_are_resumed(tmp_path, monkeypatch):
             kept = int((ends <= end).sum())
             with ResultsFile("--output", path) as file:
                 assert os.path.getsize(path) == (ends[kept - 1] if kept else 0)
-                places, failed = file.answered(found)
+                places, failed = file.answered(index)
                 assert places.tolist() == sorted((2, 0, 3, 1)[:kept])
                 assert failed.tolist() == [3] * (kept > 2)
                 file.add(lines[kept:])
@@ -138,23 +135,23 @@ def test_other_files_are_refused_and_unchanged(tmp_path):
                  b'{"id": "batch_req_zz", "response": null}\n',
                  b'{"id": "batch_req_11111111111111111", "response": null}\n'):
         path = write(tmp_path / "out", text)
-        with JobInput(requests(tmp_path)) as found, ResultsFile("--output", path) as file:
-            refused(lambda file=file: file.answered(found), "line 1 is not a line of results")
+        with JobInput(requests(tmp_path)) as index, ResultsFile("--output", path) as file:
+            refused(lambda file=file: file.answered(index), "line 1 is not a line of results")
         with open(path, "rb") as file:
             assert file.read() == text
 
 
 def test_other_results_are_refused_but_not_fixed_failures(tmp_path):
     path = str(tmp_path / "out.jsonl")
-    with JobInput(requests(tmp_path)) as found, ResultsFile("--output", path) as file:
-        file.add([line_of(found, place) for place in range(4)])
+    with JobInput(requests(tmp_path)) as index, ResultsFile("--output", path) as file:
+        file.add([line_of(index, place) for place in range(4)])
         write(tmp_path / "less.jsonl", {"prompt": "p0", "id": 0, "n": 1}, {"prompt": "mended"},
               {"prompt": "P1", "id": 1, "n": 2})
         with JobInput(str(tmp_path / "less.jsonl")) as other:
             refused(lambda: file.answered(other), f"--output {path} line 2 answers a request that",
                     "--overwrite")
         file.clear()
-        file.add([line_of(found, place) for place in (0, 3)])
+        file.add([line_of(index, place) for place in (0, 3)])
         with JobInput(str(tmp_path / "less.jsonl")) as other:
             places, failed = file.answered(other)
             assert (places.tolist(), failed.tolist()) == ([0], [])
@@ -192,7 +189,7 @@ def test_lines_are_written_whole_or_not_at_all(tmp_path, monkeypatch, number):
     assert [line["a"] for line in read_jsonl(path)] == [1, 3, 4]
 
 
-def test_results_that_are_removed_under_the_job_are_told(tmp_path):
+def test_results_that_are_removed_under_the_job_are_noticed(tmp_path):
     path = str(tmp_path / "out")
     with ResultsFile("--output", path) as file:
         file.add([b"{}"])

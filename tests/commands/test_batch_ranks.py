@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import selection
 from helpers.batch_jobs import answers, job_flags, requests, write_lines
-from helpers.error_cases import error_line, refused
+from helpers.error_cases import command_refused, error_line, refused
 from helpers.subprocesses import environment
 
 from flexgen_h2o.commands import batch
@@ -39,9 +39,9 @@ def disturb(how):
 
 def rank(number, job):
     torch.set_num_threads(1)
-    said = os.open(job["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number))
     if number == job["disturbed"]:
         owner, name, left = CALLS[job["where"]]
@@ -137,7 +137,7 @@ def ran(folder, words_model, whole) -> dict[str, list]:
     """Exit codes and seconds of all jobs that are tried."""
     jobs = JOBS | (RARE if selection.every_case else {})
     given = [asdict(job) | {"argv": job_flags(folder, words_model, f"{name}.jsonl", *job.flags),
-                            "ranks": len(job.codes), "said": str(folder / f"{name}.txt")}
+                            "ranks": len(job.codes), "log": str(folder / f"{name}.txt")}
              for name, job in jobs.items()]
     done = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(given)], text=True,
                           capture_output=True, timeout=300,
@@ -148,42 +148,36 @@ def ran(folder, words_model, whole) -> dict[str, list]:
 
 @pytest.mark.parametrize("name", [*JOBS, *selection.full(*RARE)])
 def test_a_job_survives_its_ranks(folder, words_model, whole, ran, capsys, name):
-    job, said = (JOBS | RARE)[name], (folder / f"{name}.txt").read_text()
+    job, log = (JOBS | RARE)[name], (folder / f"{name}.txt").read_text()
     codes, seconds = ran[name]
-    assert codes == job.codes and seconds < 60, said
-    found = answers(folder / f"{name}.jsonl")
+    assert codes == job.codes and seconds < 60, log
     if job.error is None:
-        assert said.count("finished; 21 of 21 requests answered, 1 of them failed") == 1
+        assert log.count("finished; 21 of 21 requests answered, 1 of them failed") == 1
     else:
-        line = error_line(said[said.index("error: "):], job.error)
+        line = error_line(log[log.index("error: "):], job.error)
         assert job.error == GONE or f"rank {job.disturbed} (" in line
-        assert 0 < len(found) < 21
+        assert 0 < len(answers(folder / f"{name}.jsonl")) < 21
         assert batch.main(job_flags(folder, words_model, f"{name}.jsonl")) == 0
         assert "resuming: " in capsys.readouterr().out
     assert answers(folder / f"{name}.jsonl") == whole
     assert not list(folder.glob(f"{name}.jsonl.rank*"))
 
 
-def test_world_size_must_match_the_flags(folder, words_model, monkeypatch, capsys):
-    (folder / "a.jsonl").write_text('{"prompt": "w3"}\n')
-    for started, flags, message in (
-            (None, ["--pipeline-parallel", "2"],
-             "--pipeline-parallel 2 needs 2 processes, and 1 was started: torchrun "
-             "--nproc-per-node 2 -m flexgen_h2o.batch --pipeline-parallel 2 ..."),
-            (3, ["--pipeline-parallel", "2"], "needs 2 processes, and 3 were started"),
-            (3, [], "3 processes were started for one rank: add --pipeline-parallel 3"),
-            (None, ["--rank-timeout", "9"], "--rank-timeout has no effect on one rank")):
-        if started is not None:
-            for name, value in {"RANK": 0, "WORLD_SIZE": started, "MASTER_ADDR": "localhost",
-                                "MASTER_PORT": 29500}.items():
-                monkeypatch.setenv(name, str(value))
-        else:
-            monkeypatch.delenv("WORLD_SIZE", raising=False)
-        command = job_flags(folder, words_model, "none.jsonl", "-i", str(folder / "a.jsonl"),
-                            *flags)
-        assert batch.main(command) == 2
-        assert message in error_line(capsys.readouterr().err)
-    assert not (folder / "none.jsonl").exists()
+@pytest.mark.parametrize(("started", "flags", "words"), [
+    (None, ["--pipeline-parallel", "2"], "torchrun --nproc-per-node 2 -m flexgen_h2o.batch"),
+    (3, ["--pipeline-parallel", "2"], "needs 2 processes, and 3 were started"),
+    (3, [], "add --pipeline-parallel 3"), (None, ["--rank-timeout", "9"], "--rank-timeout")])
+def test_world_size_must_match_the_flags(words_model, tmp_path, monkeypatch, capsys, started,
+                                         flags, words):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "w3"}\n')
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if started is not None:
+        for name, value in {"RANK": 0, "WORLD_SIZE": started, "MASTER_ADDR": "localhost",
+                            "MASTER_PORT": 29500}.items():
+            monkeypatch.setenv(name, str(value))
+    command_refused(batch.main, capsys, job_flags(tmp_path, words_model, "none.jsonl", *flags),
+                    words)
+    assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_rank_comes_from_torchrun_variables():

@@ -52,16 +52,14 @@ def test_each_repeat_is_a_row_and_a_line(flags, capsys, tmp_path, monkeypatch):
              "decode_tokens_per_second", "total_tokens_per_second", "latency_p50_seconds",
              "latency_p95_seconds")
     for number, row in enumerate(rows, 1):
-        assert (row["generated_tokens"], row["gpu_batch_size"], row["num_gpu_batches"]) == (
-            "20", "2", "2")
+        assert row["generated_tokens"] == "20"
         assert figures(out, str(number)) == pytest.approx([float(row[name]) for name in names],
                                                           rel=1e-3)
-    middle, least, over = (figures(out, name) for name in ("median", "roofline", "over roofline"))
-    assert middle[0] == sorted(figures(out, str(number))[0] for number in (1, 2, 3))[1]
-    assert over == pytest.approx([found / best if place in (0, 2, 5, 6) else best / found
-                                  for place, (found, best) in enumerate(zip(middle, least,
-                                                                            strict=True))],
-                                 rel=5e-3)
+    median, least, over = (figures(out, name) for name in ("median", "roofline", "over roofline"))
+    assert median[0] == sorted(figures(out, str(number))[0] for number in (1, 2, 3))[1]
+    assert over == pytest.approx(
+        [measured / best if name.endswith("_seconds") else best / measured
+         for name, measured, best in zip(names, median, least, strict=True)], rel=5e-3)
     saved = RunConfig.from_mapping(load_yaml("b.csv.config.yaml"))
     assert saved == bench.parse_args(flags).run and saved.warm_up
     assert bench.main(["--config", "b.csv.config.yaml", "--repeats", "1", "--gen-len", "1",
@@ -78,8 +76,7 @@ def test_a_planned_policy_is_measured_with_its_prediction(flags, capsys, monkeyp
     assert bench.main([*flags, "--percent", "auto", "--repeats", "1", "--num-prompts", "3",
                        "--cut-gen-len", "3"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("plan ") and "repeat (projected)" in out
-    assert "roofline: not known: flexgen-h2o plan, with the same --offload-dir, measures" in out
+    assert out.startswith("plan ") and "(projected)" in out and "roofline: not known" in out
     (row,) = read_csv("b.csv")
     assert row["predicted_decode_seconds"] and row["projected"] == "true"
 

@@ -77,8 +77,8 @@ def test_each_window_is_done_once_or_retried_if_lost(states):
                              if state == "slow"}
 
     clock.meanwhile = meanwhile
-    mine = list(clock.queue(store, 0, 4).windows(len(states)))
-    assert sorted(mine) == [window for window, state in enumerate(states)
+    windows = list(clock.queue(store, 0, 4).windows(len(states)))
+    assert sorted(windows) == [window for window, state in enumerate(states)
                             if state in ("free", "held", "left")]
     assert all(store.values[f"window/{window}"] == b"done" for window in range(len(states)))
     assert clock.now > 20 or "slow" not in states
@@ -108,7 +108,7 @@ def test_a_store_that_is_gone_ends_the_queue_in_a_line():
         next(windows)
     refused(lambda: clock.queue(store, 1).wait_for_job(), "has stopped")
     with clock.queue(store, 1).heartbeats():
-        pass  # nobody is there to be told
+        pass  # there is no store to write to
 
 
 def test_replica_0_is_waited_for_while_it_sends_heartbeats():
@@ -141,21 +141,13 @@ def test_replica_0_is_waited_for_while_it_sends_heartbeats():
 
 
 def test_the_replica_of_a_rank():
-    found = {"RANK": "3", "WORLD_SIZE": "6", "MASTER_ADDR": "h", "MASTER_PORT": "1",
+    variables = {"RANK": "3", "WORLD_SIZE": "6", "MASTER_ADDR": "h", "MASTER_PORT": "1",
              "LOCAL_RANK": "1"}
-    assert ReplicaRank.from_env(torchrun_env(found)) == ReplicaRank(3, 6, 1)
-    assert ReplicaRank.from_env(torchrun_env(found), 2) == ReplicaRank(1, 3, 1, leads=False)
-    assert ReplicaRank.from_env(torchrun_env(found | {"RANK": "4"}), 2) == ReplicaRank(2, 3, 1)
-    refused(lambda: ReplicaRank.from_env(torchrun_env(found), 4),
+    assert ReplicaRank.from_env(torchrun_env(variables)) == ReplicaRank(3, 6, 1)
+    assert ReplicaRank.from_env(torchrun_env(variables), 2) == ReplicaRank(1, 3, 1, leads=False)
+    assert ReplicaRank.from_env(torchrun_env(variables | {"RANK": "4"}), 2) == ReplicaRank(2, 3, 1)
+    refused(lambda: ReplicaRank.from_env(torchrun_env(variables), 4),
             "cannot be divided", "start a multiple of 4")
-
-
-def test_without_a_launcher_a_line_says_how_to_start_it(refuses_flags, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    flags = ["-i", "a.jsonl", "-o", "b.jsonl", "--data-parallel"]
-    refuses_flags(batch.main, flags, "torchrun --nproc-per-node 2 -m flexgen_h2o.batch")
-    refuses_flags(batch.main, [*flags, "--ray"], "give one of them")
-    refuses_flags(batch.main, [*flags, "--plot", "p.png"], "leave it out with --data-parallel")
 
 
 # --- whole jobs
@@ -180,8 +172,7 @@ def test_leftover_replica_files_are_resumed(words_model, tmp_path, capsys):
     assert "made with seed" in command_refused(batch.main, capsys, [*flags, "--seed", "1"])
     capsys.readouterr()
     assert batch.main(flags) == 0
-    told = capsys.readouterr()
-    assert "resuming: 18 of 21 requests are answered" in told.out + told.err
+    assert "resuming: 18 of 21 requests are answered" in "".join(capsys.readouterr())
     assert answers(out) == whole and bad.read_text() == failed
     assert [path.name for path in tmp_path.glob("out*rank*")] == ["out.jsonl.rankle"]
     # A file of another job is refused as it is; with --overwrite it goes.

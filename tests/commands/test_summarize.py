@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 import random
 import types
 
 import pytest
 import yaml
+from helpers.batch_jobs import write_lines
 from helpers.error_cases import command_refused, refused
 from helpers.fake_llm import FakeLLM, run_stats
 from helpers.read_back import read_jsonl
@@ -20,7 +20,7 @@ from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.launch import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands import summarize
-from flexgen_h2o.commands.summarize import parse_args, summaries
+from flexgen_h2o.commands.summarize import summaries
 from flexgen_h2o.commands.summarize import table as summary_table
 from flexgen_h2o.commands.summarize.summaries import Rouge
 from flexgen_h2o.engine.detokenization import until
@@ -28,6 +28,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article
 from flexgen_h2o.files.rows import ResumableJsonl
 from flexgen_h2o.metrics import statistics
+from flexgen_h2o.outputs import Output
 
 STOP = "###"
 
@@ -39,48 +40,41 @@ def article(number: int, words: int = 20, **more) -> dict:
             "max_tokens": 8, **more}
 
 
-def write(path, records) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return str(path)
-
-
 # --- input
 
 
 @given(st.text(st.sampled_from("aB. #\n"), max_size=30),
        st.lists(st.text(st.sampled_from("a#\n"), min_size=1, max_size=3), max_size=3))
 def test_a_summary_ends_before_the_first_stop(text, stops):
-    found = until(text, stops)
-    assert text.startswith(found)
-    assert not any(stop in found for stop in stops)
-    assert found == text or any(text[len(found):].startswith(stop) for stop in stops)
+    summary = until(text, stops)
+    assert text.startswith(summary)
+    assert not any(stop in summary for stop in stops)
+    assert summary == text or any(text[len(summary):].startswith(stop) for stop in stops)
 
 
 # --- scores
 
 
-def test_rouge_by_hand():
-    """"a cat sat" and "the cats sat on it": cat (stemmed) and sat; of pairs cat-sat."""
-    found = Rouge()("A cat sat.", "The cats sat on it")
-    assert found == {"rouge1": pytest.approx(2 * 2 / 8), "rouge2": pytest.approx(2 * 1 / 6),
-                     "rougeL": pytest.approx(2 * 2 / 8)}
-    assert Rouge()("", "The cats") == {"rouge1": 0, "rouge2": 0, "rougeL": 0}
-    swapped = Rouge()("sat cat", "cat sat")
-    assert swapped == {"rouge1": 1, "rouge2": 0, "rougeL": 0.5}
+@pytest.mark.parametrize(("summary", "reference", "rouges"), [
+    ("A cat sat.", "The cats sat on it", (2 * 2 / 8, 2 * 1 / 6, 2 * 2 / 8)),  # cat, stemmed; sat
+    ("", "The cats", (0, 0, 0)), ("sat cat", "cat sat", (1, 0, 0.5))])
+def test_rouge_by_hand(summary, reference, rouges):
+    assert Rouge()(summary, reference) == dict(zip(
+        ("rouge1", "rouge2", "rougeL"), map(pytest.approx, rouges), strict=True))
 
 
 def test_scores_by_hand():
     rows = [dict.fromkeys(summaries.ROUGES, value) for value in (0.1, 0.2, 0.6)]
     full = [dict.fromkeys(summaries.ROUGES, value) for value in (0.2, 0.3, 0.7)]
-    found = summary_table.scores(rows, full)
-    assert found["rouge1"] == found["rougeL"] == pytest.approx(0.3)
-    assert 0.1 <= found["rouge2_low"] < 0.3 < found["rouge2_high"] <= 0.6
+    scores = summary_table.scores(rows, full)
+    assert scores["rouge1"] == scores["rougeL"] == pytest.approx(0.3)
+    assert 0.1 <= scores["rouge2_low"] < 0.3 < scores["rouge2_high"] <= 0.6
     # Each article loses the same: of pairs there is no doubt, though the intervals overlap.
-    assert [found[f"delta_rouge2{end}"] for end in ("", "_low", "_high")] == [
+    assert [scores[f"delta_rouge2{end}"] for end in ("", "_low", "_high")] == [
         pytest.approx(-0.1)] * 3
     assert summary_table.scores(rows, None)["delta_rouge2"] is None
     low, high = statistics.bootstrap_interval([0.1, 0.2, 0.6], [1, 1, 1])
-    assert (found["rouge1_low"], found["rouge1_high"]) == (low, high)
+    assert (scores["rouge1_low"], scores["rouge1_high"]) == (low, high)
 
 
 def row(number: int, summary: str | None, new: int = 4) -> dict:
@@ -147,24 +141,23 @@ def test_a_file_cut_anywhere_is_continued(cut, tmp_path_factory):
     whole = path.read_bytes()
     path.write_bytes(whole[:cut])
     file = lines(folder)
-    found = file.read()
-    assert found == rows[: len(found)]
-    file.add(rows[len(found):])
+    kept = file.read()
+    assert kept == rows[: len(kept)]
+    file.add(rows[len(kept):])
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize(("damage", "message"), [
-    (lambda folder: (folder / "o.jsonl.config.yaml").unlink(), "exists without"),
-    (lambda folder: (folder / "o.jsonl.config.yaml").write_text("model: other"),
-     "was made with model 'other', now it is 'm'"),
-    (lambda folder: (folder / "o.jsonl.config.yaml").write_text("{"), "is not valid YAML"),
-    (lambda folder: (folder / "o.jsonl").write_text("{}\n[1]\n"), "line 2 is not a line of"),
-])
-def test_results_that_cannot_be_resumed(tmp_path, damage, message):
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("o.jsonl.config.yaml", None, "exists without"), ("o.jsonl.config.yaml", "model: a", "'a'"),
+    ("o.jsonl.config.yaml", "{", "not valid YAML"), ("o.jsonl", "{}\n[1]\n", "line 2")])
+def test_results_that_cannot_be_resumed(tmp_path, name, text, message):
     lines(tmp_path).add([{"i": 0}])
-    damage(tmp_path)
+    if text is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(text)
     before = (tmp_path / "o.jsonl").read_bytes()
-    refused(lambda: lines(tmp_path).read(), match=message)
+    refused(lambda: lines(tmp_path).read(), message)
     assert (tmp_path / "o.jsonl").read_bytes() == before
 
 
@@ -181,8 +174,7 @@ class FakeTokenizer:
 
 
 class FakeLLM(FakeLLM):
-    """Says what the article is, and less of it the smaller the cache is. `fail` is raised by the
-    call of that number."""
+    """Summarizes in fewer words if tokens are evicted. `fail` is (call number, exception)."""
 
     calls: list[dict] = []
     fail: tuple[int, BaseException] | None = None
@@ -202,8 +194,7 @@ class FakeLLM(FakeLLM):
         self.stats = run_stats(prefill_seconds=0.5 * len(prompts), kv_bytes_per_token=100,
                                decode_seconds=1.5 * len(prompts))
         text = " Text has words ### more" if self.h2o is None else " Text of ### more"
-        return [types.SimpleNamespace(prompt_token_ids=prompt, token_ids=[1] * 5, text=text,
-                                      finish_reason="stop") for prompt in prompts]
+        return [Output(None, prompt, [1] * 5, text, "stop") for prompt in prompts]
 
 
 @pytest.fixture
@@ -216,7 +207,7 @@ def fake(monkeypatch):
 @pytest.fixture
 def articles(tmp_path) -> str:
     """Eleven articles, of which number 2 is too long for the model."""
-    return write(tmp_path / "in.jsonl", [article(i, 80 if i == 2 else 20) for i in range(11)])
+    return write_lines(tmp_path / "in.jsonl", [article(i, 80 if i == 2 else 20) for i in range(11)])
 
 
 def run(articles, out, *extra) -> int:
@@ -264,7 +255,7 @@ def test_a_whole_run(fake, articles, tmp_path, capsys):
 def test_lines_with_other_limits_run_apart_in_order(fake, tmp_path):
     records = [article(0), article(1, max_tokens=3), article(2, stop=None), article(3, 9)]
     out = tmp_path / "o.jsonl"
-    assert run(write(tmp_path / "in.jsonl", records), out) == 0
+    assert run(write_lines(tmp_path / "in.jsonl", records), out) == 0
     assert [(len(c["lengths"]), c["max_new_tokens"], c["stop_strings"]) for c in fake.calls] == [
         (2, 8, (STOP,)), (1, 3, (STOP,)), (1, 8, None)]
     assert [row["index"] for row in read_jsonl(out)] == [0, 1, 2, 3]
@@ -297,28 +288,27 @@ def test_stopped_run_is_resumed(fake, articles, tmp_path, capsys, failure):
     assert "articles: 4; too long" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("more", [["--enable-h2o-generation"], ["--gen-len", "4"]])
-def test_other_options_are_refused_and_nothing_is_lost(fake, articles, tmp_path, more, capsys):
+def test_results_of_other_options_are_refused(fake, articles, tmp_path, capsys):
     out = tmp_path / "o.jsonl"
     assert run(articles, out, "--sample-num", 3) == 0
     before, opened = out.read_bytes(), len(fake.opened)
-    assert run(articles, out, *more) == 2
-    assert "was made with" in capsys.readouterr().err
-    other = write(tmp_path / "other.jsonl", [article(i) for i in (0, 7)])
-    assert run(other, out) == 2
-    assert "line 2 is not of the article of that line" in capsys.readouterr().err
+    other = write_lines(tmp_path / "other.jsonl", [article(i) for i in (0, 7)])
+    for path, flags, words in ((articles, ["--enable-h2o-generation"], "was made with"),
+                               (articles, ["--gen-len", "4"], "was made with"),
+                               (other, [], "line 2 is not of the article of that line")):
+        assert run(path, out, *flags) == 2
+        assert words in capsys.readouterr().err
     assert out.read_bytes() == before and len(fake.opened) == opened
 
 
-def test_nothing_to_run(fake, articles, tmp_path, monkeypatch, capsys):
-    path = write(tmp_path / "long.jsonl", [article(0, 99)])
-    assert run(path, tmp_path / "o.jsonl") == 2
-    assert "no prompt and its new tokens fit" in capsys.readouterr().err
-    assert run(articles, tmp_path / "p.jsonl", "--chat-template") == 2
-    assert "--chat-template: the model's tokenizer has none" in capsys.readouterr().err
+def test_inputs_that_cannot_run_are_refused(fake, articles, tmp_path, monkeypatch, capsys):
+    path = write_lines(tmp_path / "long.jsonl", [article(0, 99)])
+    for source, flags, words in ((path, (), "no prompt"), (articles, ("--chat-template",), "none")):
+        assert run(source, tmp_path / f"{words}.jsonl", *flags) == 2
+        assert words in capsys.readouterr().err
     monkeypatch.setattr(FakeTokenizer, "__new__", lambda _: None)
     assert run(articles, tmp_path / "p.jsonl") == 2
-    assert "has no tokenizer here" in capsys.readouterr().err
+    assert "no tokenizer" in capsys.readouterr().err
 
 
 def names_of(text: str) -> list[str]:
@@ -357,13 +347,7 @@ def test_a_sweep(fake, articles, tmp_path, capsys):
     assert capsys.readouterr().out == text and plot.exists()
 
 
-def test_flags_have_both_spellings():
-    one, other = (parse_args([*GIVEN, f"--sample{mark}num", "3", f"--gen{mark}len", "5"])
-                  for mark in "-_")
-    assert one == other and (one.sample_num, one.gen_len) == (3, 5)
-
-
-def test_what_the_engine_is_opened_with(fake, articles, tmp_path):
+def test_the_engine_gets_flags_in_both_spellings(fake, articles, tmp_path):
     assert run(articles, tmp_path / "o.jsonl", "--model_name", "m", "--batch-size", 7,
                "--num-gpu-batches", 3, "--cache-bits", 4, "--enable-h2o-generation",
                "--enable-position-rolling", "--sample_num", 1) == 0
@@ -376,37 +360,33 @@ def test_what_the_engine_is_opened_with(fake, articles, tmp_path):
 GIVEN = ["--input-path", "a", "--output-path", "b"]
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    ([], "give --input-path"),
-    (GIVEN, "cannot read --input-path a"),
+@pytest.mark.parametrize(("flags", "words"), [
+    ([], "give --input-path"), (GIVEN, "cannot read --input-path a"),
     ([*GIVEN[:3], "./a"], "name the same file"),
-    ([*GIVEN, "--csv", "b.config.yaml"], "name the same file"),
-    ([*GIVEN, "--sweep", "8", "--csv", "b.h2o-8"], "name the same file"),
-    ([*GIVEN, "--num-window-length", "8"],
-     "--num-window-length has no effect on the full cache: add --enable-h2o-generation"),
-    ([*GIVEN, "--policies", "h2o"], "--policies has no effect without --sweep"),
-    ([*GIVEN, "--plot", "p.png"], "--plot draws several budgets: add --sweep"),
-    ([*GIVEN, "--sweep", "8", "--num-window-length", "8"],
-     "--num-window-length has no effect with --sweep"),
-    ([*GIVEN, "--sweep", "full", "--enable-position-rolling"],
-     "--enable-position-rolling has no effect on the full cache: add a budget to --sweep"),
-    ([*GIVEN, "--sweep", "full", "--policies", "h2o"], "--policies has no effect on the full"),
-    ([*GIVEN, "--sweep", "8", "some"], "each of --sweep must be a number of tokens or full"),
-    ([*GIVEN, "--sweep", "8", "--plot", "p.txt"], "--plot must name a .png"),
     (["--from-csv", "a", "--batch-size", "3"], "--gpu-batch-size has no effect with --from-csv"),
-])
-def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, message):
-    refuses_flags(summarize.main, flags, message)
+    *(([*GIVEN, *flags], words) for flags, words in (
+        (["--csv", "b.config.yaml"], "name the same file"),
+        (["--sweep", "8", "--csv", "b.h2o-8"], "name the same file"),
+        (["--num-window-length", "8"], "add --enable-h2o-generation"),
+        (["--policies", "h2o"], "--policies has no effect without --sweep"),
+        (["--plot", "p.png"], "add --sweep"),
+        (["--sweep", "8", "--num-window-length", "8"], "has no effect with --sweep"),
+        (["--sweep", "full", "--enable-position-rolling"], "add a budget to --sweep"),
+        (["--sweep", "full", "--policies", "h2o"], "--policies has no effect on the full"),
+        (["--sweep", "8", "some"], "tokens or full"),
+        (["--sweep", "8", "--plot", "p.txt"], "--plot must name a .png")))])
+def test_bad_flags_are_refused(refuses_flags, flags, words):
+    refuses_flags(summarize.main, flags, words)
 
 
-def test_a_bad_csv_is_told_in_one_line(fake, articles, tmp_path, capsys):
+def test_an_invalid_csv_is_refused(fake, articles, tmp_path, capsys):
     table = tmp_path / "r.csv"
     assert run(articles, tmp_path / "o.jsonl", "--csv", table) == 0
     good = table.read_text(encoding="utf-8")
-    for text, message in (("", "has other columns"), (good.splitlines()[0] + "\n", "has no rows"),
-                          (good.replace(",float32,full,", ",float32,full,x", 1), "line 2 is not")):
+    for text, words in (("", "other columns"), (good.splitlines()[0] + "\n", "has no rows"),
+                        (good.replace(",float32,full,", ",float32,full,x", 1), "line 2 is not")):
         table.write_text(text, encoding="utf-8")
-        command_refused(summarize.main, capsys, ["--from-csv", str(table)], message)
+        command_refused(summarize.main, capsys, ["--from-csv", str(table)], words)
 
 
 # --- the engine itself
@@ -418,22 +398,20 @@ CHAT = "{% for m in messages %}w1 w2 {{ m.content }} w3{% endfor %}"
 def word_articles(path, count: int = 5) -> str:
     """Articles of words that the tiny model's tokenizer has."""
     draw = random.Random(0)
-    return write(path, [
+    return write_lines(path, [
         {"article": " ".join(draw.choices(WORDS[1:119], k=draw.randrange(20, 60))),
          "summary_gt": " ".join(draw.choices(WORDS[1:119], k=8)), "stop": [STOP],
          "max_tokens": 6 + number % 2} for number in range(count)])
 
 
-def test_the_real_engine_whatever_the_batches(tiny_model, tmp_path, capsys):
+def test_summaries_do_not_depend_on_the_batches(tiny_model, tmp_path):
     folder = with_words(tiny_model("llama").folder, tmp_path / "m", chat_template=CHAT)
-    path = tmp_path / "in.jsonl"
-    word_articles(path)
-    command = ["--model-name", folder, "--device", "cpu", "--dtype", "float32", "--sweep", 16,
-               "full", "--policies", "h2o", "sink-window"]
+    path = word_articles(tmp_path / "in.jsonl")
+    base = ["--model-name", folder, "--device", "cpu", "--dtype", "float32"]
+    command = [*base, "--sweep", 16, "full", "--policies", "h2o", "sink-window"]
     assert run(path, tmp_path / "o.jsonl", *command, "--batch-size", 1) == 0
     assert run(path, tmp_path / "p.jsonl", *command, "--batch-size", 3,
                "--num-gpu-batches", 2) == 0
-    capsys.readouterr()
     texts = {}
     for name in ("h2o-16", "sink-window-16", "full"):
         rows, others = ([{**row, "seconds": None}
@@ -447,21 +425,19 @@ def test_the_real_engine_whatever_the_batches(tiny_model, tmp_path, capsys):
                 assert row["kv_cache_bytes"] == 16 * 3 * 2 * 2 * 8 * 4
     assert len(set(map(tuple, texts.values()))) == 3, "the policy must show"
 
-    assert run(path, tmp_path / "chat.jsonl", "--model-name", folder, "--device", "cpu", "--dtype",
-               "float32", "--chat-template", "--sample-num", 2) == 0
-    plain = read_jsonl(tmp_path / "o.full.jsonl")
+    assert run(path, tmp_path / "chat.jsonl", *base, "--chat-template", "--sample-num", 2) == 0
     chat = read_jsonl(tmp_path / "chat.jsonl")
-    assert [row["prompt_tokens"] for row in chat] == [row["prompt_tokens"] + 3 for row in plain[:2]]
-    record = read_jsonl(path)[0]
+    assert [row["prompt_tokens"] for row in chat] == [
+        row["prompt_tokens"] + 3 for row in read_jsonl(tmp_path / "o.full.jsonl")[:2]]
     with LLM(folder, device="cpu", dtype="float32") as llm:
-        [out] = llm.generate([f"w1 w2 {record['article']} w3"], max_new_tokens=6,
+        [out] = llm.generate([f"w1 w2 {read_jsonl(path)[0]['article']} w3"], max_new_tokens=6,
                              stop_strings=STOP)
     assert chat[0]["summary"] == until(out.text, [STOP]).strip()
 
 
 def test_eviction_inside_prompts_takes_prompts_past_the_context(tiny_model, tmp_path, capsys):
     folder = with_words(tiny_model("llama").folder, tmp_path / "m")
-    path = write(tmp_path / "in.jsonl", [
+    path = write_lines(tmp_path / "in.jsonl", [
         {"article": "w5 w6 w7 w9 " * (length // 4), "summary_gt": "w5", "max_tokens": 6}
         for length in (120, 252, 600)])
     base = ["--model-name", folder, "--device", "cpu", "--dtype", "float32",
@@ -476,7 +452,7 @@ def test_eviction_inside_prompts_takes_prompts_past_the_context(tiny_model, tmp_
     assert [row["finish_reason"] for row in read_jsonl(within)] == ["length"] * 3
     assert read_jsonl(within)[0]["summary"] != read_jsonl(usual)[0]["summary"]
     assert summary_table.read_rows(str(csv))[0]["prompt_chunk"] == 8
-    # It decides what is made: the other's file is not gone on with.
+    # It decides the summaries: results of the other are not resumed.
     capsys.readouterr()
     assert run(path, usual, *base, "--evict-while-prefilling") == 2
     assert "prompt_chunk" in capsys.readouterr().err
