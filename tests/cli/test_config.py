@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import yaml
 from helpers.error_cases import refused
-from helpers.selection import examples
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.cli.run_config import RunConfig
@@ -22,15 +22,6 @@ from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.errors import UserError
 
 # Placement and --percent
-
-
-@settings(max_examples=examples(100))
-@given(st.floats(0, 100), st.floats(0, 1))
-def test_placement_accepts_shares_that_sum_to_100(gpu, part):
-    cpu = (100 - gpu) * part
-    placement = Placement(gpu, cpu, 100 - gpu - cpu if gpu + cpu < 100 else 0)
-    assert math.isclose(sum(placement.fractions()), 1)
-    assert all(0 <= fraction <= 1 for fraction in placement.fractions())
 
 
 @pytest.mark.parametrize("shares", [
@@ -76,8 +67,6 @@ def run_config(**values):
     return RunConfig.from_mapping(values)
 
 
-NO_WEIGHT_BITS = "no effect on weights of 16 bits: add --weight-bits 4"
-FULL_CACHE = "no effect on the full cache: give --hh-ratio or --num-window-length"
 REFUSED = {
     Policy: [
         ({"gpu_batch_size": 0}, "gpu_batch_size must be at least 1"),
@@ -136,69 +125,58 @@ REFUSED = {
         ({"min_new_tokens": 64}, "--min-new-tokens"),
         ({"attn_sparsity": 0.5, "hh_ratio": 0.1}, "leave it or --hh-ratio out"),
         ({"attn_sparsity": 0.5, "num_window_length": 9, "eviction": "sink-window"},
-         "--attn-sparsity selects among all .* leave it or --num-window-length out"),
+         "leave it or --num-window-length out"),
         # Quantized weights
-        ({"weight_bits": 5}, "--weight-bits must be one of auto, 16, 12, 8, 4, got 5"),
-        ({"compress_weight": True, "weight_bits": 16},
-         "--compress-weight and --weight-bits 16 contradict: leave one out"),
+        ({"weight_bits": 5}, "--weight-bits must be one of auto, 16, 12, 8, 4"),
+        ({"compress_weight": True, "weight_bits": 16}, "contradict"),
         ({"weight_bits": 4, "weight_cache": ""}, "--weight-cache must be text"),
-        ({"weight_bits": 4, "weight_cache": "dir", "no_weight_cache": True},
-         "give --weight-cache or --no-weight-cache, not both"),
-        ({"weight_bits": 12, "calibration": "text.txt"},
-         "--calibration has no effect on weights of 12 bits: use --weight-bits 4"),
-        ({"model": "some.gguf", "calibration": "text.txt"},
-         "--calibration has no effect on weights of auto bits: use --weight-bits 4"),
-        ({"weight_bits": 4, "calibration": "text.txt", "prompts": "text.txt"},
-         "--prompts and --calibration name the same file"),
-        ({"weight_cache": "dir"}, f"^--weight-cache has {NO_WEIGHT_BITS}$"),
-        ({"no_weight_cache": True}, f"^--no-weight-cache has {NO_WEIGHT_BITS}$"),
-        ({"activation_bits": 8}, f"^--activation-bits has {NO_WEIGHT_BITS}$"),
-        ({"calibration": "text.txt"}, f"^--calibration has {NO_WEIGHT_BITS}$"),
+        ({"weight_bits": 4, "weight_cache": "dir", "no_weight_cache": True}, "not both"),
+        ({"weight_bits": 12, "calibration": "text.txt"}, "--calibration has no effect"),
+        ({"model": "some.gguf", "calibration": "text.txt"}, "--calibration has no effect"),
+        ({"weight_bits": 4, "calibration": "a.txt", "prompts": "a.txt"}, "name the same file"),
+        ({"prompts": "a.txt", "output": "../" + Path.cwd().name + "/a.txt"}, "name the same file"),
+        ({"weight_cache": "dir"}, "^--weight-cache has no effect"),
+        ({"no_weight_cache": True}, "^--no-weight-cache has no effect"),
+        ({"activation_bits": 8}, "^--activation-bits has no effect"),
+        ({"calibration": "text.txt"}, "^--calibration has no effect"),
         # What stays cached
         ({"hh_ratio": [0.1, math.nan]}, "--hh-ratio must be a finite number"),
         ({"hh_ratio": []}, "--hh-ratio is empty"),
-        ({"hh_ratio": "a tenth"}, "--hh-ratio takes numbers .* got 'a'"),
-        ({"recent_ratio": ["0.1", "x.yaml"]}, "--recent-ratio takes numbers .* got 'x.yaml'"),
-        ({"hh_ratio": [0.1, 0.2], "recent_ratio": [0.1] * 3}, "different counts .* decoder layer"),
+        ({"hh_ratio": "a tenth"}, "--hh-ratio .* got 'a'"),
+        ({"recent_ratio": ["0.1", "x.yaml"]}, "--recent-ratio .* got 'x.yaml'"),
+        ({"hh_ratio": [0.1, 0.2], "recent_ratio": [0.1] * 3}, "different counts"),
         ({"recent_ratio": 0.2}, "give --hh-ratio below 1 too, or --eviction window"),
         ({"hh_ratio": 0.1, "num_window_length": 8}, "--hh-ratio or --num-window-length, not both"),
-        ({"num_heavy_hitter_tokens": 0}, "--num-heavy-hitter-tokens 0 leaves no recent tokens"),
-        ({"num_window_length": 8, "num_heavy_hitter_tokens": 8},
-         "--num-window-length 8 leaves no recent tokens beside 8 heavy hitters and 0 sinks"),
+        ({"num_heavy_hitter_tokens": 0}, "leaves no recent tokens"),
+        ({"num_window_length": 8, "num_heavy_hitter_tokens": 8}, "leaves no recent tokens"),
         ({"num_window_length": 4, "eviction": "sink-window"}, "no recent tokens beside 0 heavy"),
         ({"num_window_length": 8, "num_heavy_hitter_tokens": 2, "eviction": "window"},
-         "--num-heavy-hitter-tokens has no effect with --eviction window"),
+         "--num-heavy-hitter-tokens has no effect"),
         ({"hh_ratio": 0.1, "eviction": "window", "sink_tokens": 4}, "give --eviction sink-window"),
         ({"hh_ratio": 0.1, "eviction": "full"}, "--eviction full keeps all: leave --hh-ratio out"),
-        ({"num_window_length": 8, "budget_of": "text"},
-         "--budget-of text has no effect on --num-window-length"),
-        ({"budget_of": "text"}, "--budget-of text has no effect on the full cache"),
-        ({"recall": True}, "--recall has no effect on the full cache: give --hh-ratio"),
+        ({"num_window_length": 8, "budget_of": "text"}, "on --num-window-length"),
+        ({"budget_of": "text"}, "on the full cache"),
+        ({"recall": True}, "--recall has no effect on the full cache"),
         ({"hh_ratio": 0.1, "index_bits": 2}, "--index-bits has no effect: add --recall"),
-        ({"hh_ratio": 0.1, "recall": True, "hot_set": 0.5},
-         "--hot-set has no effect: add --selective-fetch"),
-        ({"hh_ratio": 0.1, "selective_fetch": True},
-         "--selective-fetch has no effect: add --recall"),
-        ({"hh_ratio": 0.1, "recall": True, "selective_fetch": True},
-         "--selective-fetch has no effect on a cache in memory: let --percent leave some on disk"),
+        ({"hh_ratio": 0.1, "recall": True, "hot_set": 0.5}, "--hot-set has no effect"),
+        ({"hh_ratio": 0.1, "selective_fetch": True}, "--selective-fetch has no effect: add --recall"),
+        ({"hh_ratio": 0.1, "recall": True, "selective_fetch": True}, "on a cache in memory"),
         ({"hh_ratio": 0.1, "recall": True, "score": "mean"}, "leave --score out"),
         ({"hh_ratio": 0.1, "recall": True, "eviction": "window"}, "leave --eviction window out"),
         ({"hh_ratio": 0.1, "recall": True, "prefill_chunk": 8, "evict_while_prefilling": True},
          "leave --evict-while-prefilling out"),
         ({"hh_ratio": 0.1, "score_decay": 0.5}, "--score-decay has no effect: add --score decay"),
         ({"hh_ratio": 0.1, "eviction": "window", "score": "mean"}, "--score has no effect without"),
-        ({"num_window_length": 8, "num_heavy_hitter_tokens": 0, "score": "mean"},
-         "--score has no effect without heavy hitters"),
+        ({"num_window_length": 8, "num_heavy_hitter_tokens": 0, "score": "mean"}, "--score has no"),
         ({"compress_cache": True, "cache_bits": 16}, "--compress-cache and --cache-bits 16"),
         ({"hh_ratio": 0.1, "evict_while_prefilling": True}, "such as --prefill-chunk 256"),
-        ({"eviction": "sink-window"}, f"^--eviction sink-window has {FULL_CACHE}"),
-        ({"score": "decay", "score_decay": 0.5}, f"^--score has {FULL_CACHE}"),
-        ({"sink_tokens": 4}, f"^--sink-tokens has {FULL_CACHE}"),
+        ({"eviction": "sink-window"}, "^--eviction sink-window has no effect"),
+        ({"score": "decay", "score_decay": 0.5}, "^--score has no effect"),
+        ({"sink_tokens": 4}, "^--sink-tokens has no effect"),
         ({"sink_tokens": 4, "eviction": "full"}, "leave it out"),
-        ({"enable_position_rolling": True}, f"^--enable-position-rolling has {FULL_CACHE}"),
-        ({"hh_all": False}, f"^--hh-all false has {FULL_CACHE}"),
-        ({"evict_while_prefilling": True, "prefill_chunk": 64},
-         f"^--evict-while-prefilling has {FULL_CACHE}"),
+        ({"enable_position_rolling": True}, "^--enable-position-rolling has no effect"),
+        ({"hh_all": False}, "^--hh-all false has no effect"),
+        ({"evict_while_prefilling": True, "prefill_chunk": 64}, "has no effect"),
     ],
 }
 
@@ -232,11 +210,6 @@ def test_h2o_is_full_and_scored(values, full, scored):
     assert (h2o.is_full, h2o.scored) == (full, scored)
 
 
-def test_h2o_is_full_layer_by_layer():
-    h2o = H2OConfig(heavy_ratio=[1, 1, 0.5, 1], recent_ratio=[1, 0.5, 1, 1])
-    assert [h2o.is_full_at(layer) for layer in range(4)] == [True, False, False, True]
-
-
 def test_h2o_ratios_per_layer():
     h2o = H2OConfig(heavy_ratio=[0.1, 0.2], recent_ratio=0.5)
     assert hash(h2o) == hash(H2OConfig(heavy_ratio=(0.1, 0.2), recent_ratio=0.5))
@@ -244,16 +217,14 @@ def test_h2o_ratios_per_layer():
     assert H2OConfig(heavy_ratio=[0.1, 0.2]).ratios(1) == (0.2, 0.2)
     assert H2OConfig(heavy_ratio=[0.1, 0.2], recent_tokens=3).ratios(1) == (0.2, None)
     assert H2OConfig(heavy_tokens=3).ratios(1) == (None, None)
-
-
-def test_h2o_layers_of_the_model():
+    h2o = H2OConfig(heavy_ratio=[1, 1, 0.5, 1], recent_ratio=[1, 0.5, 1, 1])
+    assert [h2o.is_full_at(layer) for layer in range(4)] == [True, False, False, True]
+    h2o.check_layers(4)
     H2OConfig(heavy_ratio=0.1, recent_ratio=0.2).check_layers(3)
-    H2OConfig(heavy_ratio=[0.1] * 3).check_layers(3)
-    refused(lambda: H2OConfig(recent_ratio=[0.1] * 3).check_layers(12),
-            "recent_ratio has 3 numbers but the model has 12 decoder")
+    refused(lambda: h2o.check_layers(12), "4 numbers but the model has 12 decoder")
 
 
-def test_sampling_takes_several_ends():
+def test_sampling_takes_several_eos_tokens():
     params = SamplingParams(eos_token_id=[1, 2])
     assert params.eos_token_id == (1, 2)
     assert hash(params) == hash(SamplingParams(eos_token_id=(1, 2)))
@@ -386,12 +357,8 @@ def test_counts_keep_the_total_or_are_refused_in_one_line(total, heavy, sinks, e
 
 
 @pytest.mark.parametrize(("content", "match"), [
-    (None, "No such file"),
-    (b"0.2\n", "must hold a list of numbers"),
-    (b"- 0.1\n- [\n", "not valid YAML at line 3"),
-    (b"- 0.1\n- many\n", "got 'many'"),
-    (b"- 0.1\n- 7\n", "at most 1"),
-])
+    (None, "No such file"), (b"0.2\n", "list of numbers"), (b"- 0.1\n- [\n", "YAML at line 3"),
+    (b"- 0.1\n- many\n", "got 'many'"), (b"- 0.1\n- 7\n", "at most 1")])
 def test_ratio_file_refusals(tmp_path, content, match):
     path = tmp_path / "ratios.yaml"
     if content is not None:
@@ -402,18 +369,12 @@ def test_ratio_file_refusals(tmp_path, content, match):
 def test_ratios_of_a_file_are_saved_as_numbers(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "r.yaml").write_text("# by layer\n- 0.1\n- 2e-1\n- 1\n")
+    refused(lambda: RunConfig(hh_ratio="~/r.yaml", output=str(tmp_path / "r.yaml")), "same file")
     config = RunConfig(hh_ratio="~/r.yaml", recent_ratio=["~/r.yaml"], cache_bits=4)
     assert config.hh_ratio == config.recent_ratio == (0.1, 0.2, 1.0)
     config.save(tmp_path / "c.yaml")
     (tmp_path / "r.yaml").unlink()
     assert RunConfig.from_mapping(load_yaml(tmp_path / "c.yaml")) == config
-
-
-def test_a_result_does_not_replace_the_ratio_file(tmp_path):
-    path = tmp_path / "r.yaml"
-    path.write_text("[0.1, 0.2]")
-    refused(lambda: RunConfig(hh_ratio=str(path), output=str(path)),
-            "--hh-ratio and --output name the same file")
 
 
 @pytest.mark.parametrize(("values", "bits"), [
@@ -425,11 +386,11 @@ def test_bits_of_keys_and_values(values, bits):
     assert RunConfig(**values).cache().kind_bits == bits
 
 
-def test_unknown_keys_get_a_suggestion():
-    assert "did you mean gen_len?" in refused(lambda: RunConfig.from_mapping({"gen_lem": 3}))
-    assert "did you mean gen_len?" in refused(lambda: RunConfig.from_mapping({"gen-len": 3}))
-    assert "--help" in refused(lambda: RunConfig.from_mapping({"zzz": 3}))
-    refused(lambda: RunConfig.from_mapping({7: 3}), "unknown key 7")
+@pytest.mark.parametrize(("key", "words"), [
+    ("gen_lem", "did you mean gen_len?"), ("gen-len", "did you mean gen_len?"), ("zzz", "--help"),
+    (7, "unknown key 7")])
+def test_unknown_keys_get_a_suggestion(key, words):
+    refused(lambda: RunConfig.from_mapping({key: 3}), words)
 
 
 def test_real_prompts_stop_at_the_models_end():
@@ -463,19 +424,12 @@ def test_saved_config_reads_back_as_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "match"), [
-    (b"- a\n- b\n", "name: value"),
-    (b"", "name: value"),
-    (b"a: [1\nb: 2\n", "not valid YAML at line 2"),
-    (b"model: \xff\xfe\n", "not UTF-8"),
-    (b"config: other.yaml\n", "another config"),
-    (b"a: !!python/object/apply:os.system [true]\n", "not valid YAML"),
-])
+    (b"- a\n- b\n", "name: value"), (b"", "name: value"), (b"a: [1\nb: 2\n", "YAML at line 2"),
+    (b"model: \xff\xfe\n", "not UTF-8"), (b"config: other.yaml\n", "another config"),
+    (b"a: !!python/object/apply:os.system [true]\n", "not valid YAML"), (None, "No such file")])
 def test_yaml_refusals(tmp_path, content, match):
     path = tmp_path / "c.yaml"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     assert str(path) in refused(lambda: load_yaml(path), match=match)
-
-
-def test_missing_yaml(tmp_path):
-    refused(lambda: load_yaml(tmp_path / "none.yaml"), "No such file")
     refused(lambda: load_yaml(tmp_path), "cannot read")

@@ -52,15 +52,15 @@ FIELDS = [
 
 
 class Opened(Exception):
-    """In place of an LLM, with the arguments that it was to be made of."""
+    """Raised in place of opening an LLM, with its arguments."""
 
 
 @pytest.fixture
-def opening(monkeypatch, tmp_path):
-    def made(**given):
-        raise Opened(given)
+def no_llm(monkeypatch, tmp_path) -> None:
+    def open_llm(**options):
+        raise Opened(options)
 
-    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", types.SimpleNamespace(LLM=made))
+    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", types.SimpleNamespace(LLM=open_llm))
     monkeypatch.chdir(tmp_path)
 
 
@@ -101,16 +101,15 @@ def through_the_benchmarks(given):
     through_generate, through_a_task, through_the_harness, through_the_benchmarks])
 @pytest.mark.parametrize(("given", "keyword", "value"), FIELDS,
                          ids=["-".join(given) for given, *_ in FIELDS])
-def test_each_option_reaches_llm_from_every_command(opening, front_end, given, keyword, value):
+def test_each_option_reaches_llm_from_every_command(no_llm, front_end, given, keyword, value):
     with pytest.raises(Opened) as caught:
         front_end(given)
-    (found,) = caught.value.args
-    assert found[keyword] == value
-    plain = llm_arguments(RunConfig(model="m", gpu_batch_size=1))
-    assert plain[keyword] != value, "another than by default"
-    beside = {{"percent": "policy"}.get(name, name) for name in given}
-    kept = found.keys() & plain.keys() - {keyword, *beside}
-    assert {name: found[name] for name in kept} == {name: plain[name] for name in kept}
+    (options,) = caught.value.args
+    default = llm_arguments(RunConfig(model="m", gpu_batch_size=1))
+    assert options[keyword] == value != default[keyword]
+    changed = {keyword, *({"percent": "policy"}.get(name, name) for name in given)}
+    assert {name: options[name] for name in options.keys() & default.keys() - changed} == {
+        name: default[name] for name in options.keys() & default.keys() - changed}
 
 
 def test_run_config_sets_every_llm_option():
