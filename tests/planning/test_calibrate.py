@@ -18,7 +18,6 @@ from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
 from flexgen_h2o.metrics.trace import LINKS
 from flexgen_h2o.planning import calibrate as module
 from flexgen_h2o.planning import compute_rates
-from flexgen_h2o.planning import compute_rates as clocks
 from flexgen_h2o.planning.calibrate import calibrate
 from flexgen_h2o.planning.compute_rates import MIN_CALLS, DecodeStep, Rates, Sizes, Timer
 from flexgen_h2o.planning.hardware import BITS, HOST_LINKS, Hardware, load_hardware, save_hardware
@@ -36,26 +35,25 @@ def ignore(words: str) -> None:
 
 def figures(value) -> list[float]:
     """All numbers in a dataclass of mappings and numbers."""
+    if hasattr(value, "__dataclass_fields__"):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, dict):
         return [figure for one in value.values() for figure in figures(one)]
-    if hasattr(value, "__dataclass_fields__"):
-        return [figure for field in fields(value) for figure in figures(getattr(value, field.name))]
     return [value] if isinstance(value, (int, float)) else []
 
 
 def check(hardware: Hardware, *, count: int) -> None:
-    left_out = ["interference", "read_interference"]
-    left_out += ["fetch_seconds", "fetch_head_seconds"] if hardware.has_gpu else []
-    found = figures(replace(hardware, **dict.fromkeys(left_out)))
-    assert len(found) == count
+    """Check that there are `count` rates that are finite and above 0."""
+    unmeasured = ["interference", "read_interference"]
+    unmeasured += ["fetch_seconds", "fetch_head_seconds"] if hardware.has_gpu else []
+    rates = figures(replace(hardware, **dict.fromkeys(unmeasured)))
+    assert len(rates) == count and all(math.isfinite(rate) and rate > 0 for rate in rates)
     assert 0 <= hardware.interference <= 1 and 0 <= hardware.read_interference <= 1
-    assert all(math.isfinite(figure) and figure > 0 for figure in found)
-    assert {bits: set(table) for bits, table in hardware.compute.linear.items()} == {
+    compute = hardware.compute
+    assert {bits: {*table} for bits, table in compute.linear.items()} == {
         bits: {1, 3} for bits in WEIGHT_BITS}
-    assert set(hardware.compute.prefill_attention) == {"plain", "scored"}
-    assert set(hardware.compute.query_seconds) == {"plain", "scored"}
-    assert set(hardware.compute.caching) == set(BITS)
-    assert set(hardware.compute.decode_attention) == set(BITS)
+    assert {*compute.prefill_attention} == {*compute.query_seconds} == {"plain", "scored"}
+    assert {*compute.caching} == {*compute.decode_attention} == {*BITS}
 
 
 # Of memory 2, links 2, products 8 and of rounded activations 4, attention 4 + 3, caching 3, recall
@@ -64,17 +62,19 @@ CPU_FIGURES = 38
 
 
 def test_calibration_of_a_cpu(tmp_path):
-    heard = []
-    hardware = calibrate(Device(), tmp_path / "new", progress=heard.append, sizes=TINY)
+    messages = []
+    hardware = calibrate(Device(), tmp_path / "new", progress=messages.append, sizes=TINY)
     check(hardware, count=CPU_FIGURES)
     assert not hardware.has_gpu and hardware.host_attention is None
     assert set(hardware.links) == set(HOST_LINKS)
     assert {bits: set(table) for bits, table in hardware.compute.rounded_linear.items()} == {
         8: {1, 3}, 4: {1, 3}}
-    assert heard and all(isinstance(words, str) for words in heard)
+    assert messages and all(isinstance(words, str) for words in messages)
     assert list((tmp_path / "new").iterdir()) == []
     save_hardware(hardware, tmp_path / "kept.yaml")
     assert load_hardware(tmp_path / "kept.yaml") == hardware
+    few, many = Sizes.for_device(Device()), Sizes.for_device(LazyDevice())
+    assert many.rotated > few.rotated >= 256 << 20 and many.matrix > few.matrix
 
 
 def test_calibration_of_a_gpu(tmp_path):
@@ -143,20 +143,20 @@ def test_a_calibration_that_breaks_off_leaves_no_file(error, tmp_path, monkeypat
 
 
 def test_measured_tensors_are_random(monkeypatch):
-    """Products and attention of zeros may be faster, and weights that stay in a cache are."""
-    taken = []
+    """Matmuls and attention of zeros may be faster, and so are weights that stay in a CPU cache."""
+    calls = []
 
-    def look(x, weight, bias=None, *, out):
-        taken.append((weight.data_ptr(), x, weight, out))
+    def watched(x, weight, bias=None, *, out):
+        calls.append((weight.data_ptr(), x, weight, out))
         return torch.mm(x, weight.t(), out=out)
 
-    monkeypatch.setattr(compute_rates, "linear", look)
+    monkeypatch.setattr(compute_rates, "linear", watched)
     Rates(Device(), torch.bfloat16, TINY).linear(16)
-    weights = {address for address, *_ in taken}
+    weights = {address for address, *_ in calls}
     assert len(weights) * 48 * 128 * 2 >= TINY.rotated
-    assert [address for address, *_ in taken[: len(weights)]] != [taken[0][0]] * len(weights)
-    assert all(x.count_nonzero() == x.numel() and weight.std() > 0.1 for _, x, weight, _ in taken)
-    assert len({out.data_ptr() for *_, out in taken}) == len(TINY.rows)
+    assert len({address for address, *_ in calls[: len(weights)]}) > 1
+    assert all(x.count_nonzero() == x.numel() and weight.std() > 0.1 for _, x, weight, _ in calls)
+    assert len({out.data_ptr() for *_, out in calls}) == len(TINY.rows)
 
 
 def test_a_decode_step_evicts_every_time():
@@ -187,35 +187,24 @@ class FakeTime:
         return call
 
 
-def test_the_clock_takes_the_median_after_a_warm_up(monkeypatch):
+def test_the_timer_takes_the_median_after_a_warm_up(monkeypatch):
     time = FakeTime()
-    monkeypatch.setattr(clocks, "time", time)
-    clock = Timer(Device(), seconds=1.0)
+    monkeypatch.setattr(compute_rates, "time", time)
+    timer = Timer(Device(), seconds=1.0)
     warm = [50.0] + [0.125] * MIN_CALLS
-    assert clock.seconds(time.work(*warm, 2.0)) == 2.0
-    assert clock.seconds(time.work(*warm, 3.0, 90.0, 1.0, 3.0, 90.0, 2.0, 3.0)) == 3.0
-    assert clock.difference(time.work(*warm, 3.0), time.work(*warm, 1.0)) == 2.0
+    assert timer.seconds(time.work(*warm, 2.0)) == 2.0
+    assert timer.seconds(time.work(*warm, 3.0, 90.0, 1.0, 3.0, 90.0, 2.0, 3.0)) == 3.0
+    assert timer.difference(time.work(*warm, 3.0), time.work(*warm, 1.0)) == 2.0
     began = time.now
-    assert clock.seconds(time.work(2.0**-14)) == 2.0**-14
+    assert timer.seconds(time.work(2.0**-14)) == 2.0**-14
     assert 0.9 < time.now - began < 1.1
-
-
-def test_a_slow_call_is_not_made_often(monkeypatch):
-    """And one that another implementation leaves far behind is made three times."""
-    time = FakeTime()
-    monkeypatch.setattr(clocks, "time", time)
-    clock = Timer(Device(), seconds=1.0)
-    assert clock.seconds(time.work(1.0, 2.0)) == 2.0 and time.now == 1 + 2 * MIN_CALLS
+    # A slow call is not repeated often, and one far behind another implementation three times.
     began = time.now
-    assert clock.seconds(time.work(9.0, 5.0, 4.0), give_up=4.0) == 4.0
+    assert timer.seconds(time.work(1.0, 2.0)) == 2.0 and time.now - began == 1 + 2 * MIN_CALLS
+    began = time.now
+    assert timer.seconds(time.work(9.0, 5.0, 4.0), give_up=4.0) == 4.0
     assert time.now - began == 18
-    assert clock.seconds(time.work(9.0, 5.0, 3.0), give_up=4.0) == 3.0
-
-
-def test_a_gpu_is_measured_with_larger_sizes():
-    few, many = Sizes.for_device(Device()), Sizes.for_device(LazyDevice())
-    assert many.rotated > few.rotated >= 256 << 20
-    assert many.matrix > few.matrix and many.prompts > few.prompts and many.hidden > few.hidden
+    assert timer.seconds(time.work(9.0, 5.0, 3.0), give_up=4.0) == 3.0
 
 
 def test_more_rows_never_take_less(monkeypatch):
@@ -229,17 +218,17 @@ def test_more_rows_never_take_less(monkeypatch):
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch, tiny_hardware):
-    """A cache of its own, and a calibration that is counted in place of a long one."""
+def calls(tmp_path, monkeypatch, tiny_hardware) -> list:
+    """A cache of its own, and a fake calibration that records its folders."""
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
-    calls = []
+    folders = []
 
-    def counted(device, offload_dir, *, progress):
-        calls.append(offload_dir)
-        return replace(tiny_hardware, name=f"call {len(calls)}")
+    def calibrate(device, offload_dir, *, progress):
+        folders.append(offload_dir)
+        return replace(tiny_hardware, name=f"call {len(folders)}")
 
-    monkeypatch.setattr(module, "calibrate", counted)
-    return calls
+    monkeypatch.setattr(module, "calibrate", calibrate)
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -251,14 +240,22 @@ def this_machine(folder, **options) -> Hardware:
     return module.load_or_calibrate(Device(), folder, progress=ignore, **options)
 
 
-def test_a_machine_is_measured_once(tmp_path, kept):
+def test_a_machine_is_measured_once(tmp_path, calls, monkeypatch, caplog):
     assert module.load_calibration(Device(), tmp_path) is None
     first = this_machine(tmp_path / "not" / "there")
     assert module.load_calibration(Device(), tmp_path) == first
     assert this_machine(tmp_path) == first  # the same disk
-    assert kept == [tmp_path / "not" / "there"]
+    assert calls == [tmp_path / "not" / "there"]
     assert this_machine(tmp_path, recalibrate=True).name == "call 2"
     assert this_machine(tmp_path).name == "call 2"
+    path, = (tmp_path / "cache" / "hardware").iterdir()
+    path.write_text(path.read_text().replace("cpu_gb", "cpu_pounds"))
+    with caplog.at_level(logging.WARNING):
+        assert this_machine(tmp_path).name == "call 3"
+    assert "cpu_pounds" in caplog.text
+    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_limit", lambda: 54321)
+    hardware = this_machine(tmp_path)
+    assert (hardware.name, hardware.cpu_bytes) == ("call 3", 54321), "sizes are not cached"
 
 
 class FakeFolder(os.PathLike):
@@ -274,7 +271,7 @@ class FakeFolder(os.PathLike):
         return SimpleNamespace(st_dev=self._disk)
 
 
-def test_several_disks_count_as_one(kept, monkeypatch, tiny_hardware):
+def test_several_disks_count_as_one(calls, monkeypatch, tiny_hardware):
     rates = {"fast/a": 4e9, "slow": 1e9}  # of the first folder on each disk
     monkeypatch.setattr(module, "calibrate", lambda device, folder, *, progress: replace(
         tiny_hardware, links={"disk->cpu": rates[folder], "cpu->disk": 1e9}))
@@ -292,7 +289,7 @@ def test_several_disks_count_as_one(kept, monkeypatch, tiny_hardware):
         shutil.disk_usage("/").total / 0.8), "until the fast one is full"
 
 
-def test_changed_environment_is_calibrated_again(tmp_path, kept, monkeypatch):
+def test_changed_environment_is_calibrated_again(tmp_path, calls, monkeypatch):
     this_machine(tmp_path)
     for count, (target, name, value) in enumerate((
             (module.platform, "node", lambda: "other/host"),
@@ -302,31 +299,13 @@ def test_changed_environment_is_calibrated_again(tmp_path, kept, monkeypatch):
             (module.cpu_library, "missing", lambda: "not built")), 2):
         with monkeypatch.context() as changed:
             changed.setattr(target, name, value)
-            assert this_machine(tmp_path).name == f"call {count}"
-            assert this_machine(tmp_path).name == f"call {count}"
+            assert this_machine(tmp_path).name == this_machine(tmp_path).name == f"call {count}"
     assert this_machine(tmp_path).name == "call 1"
 
 
-def test_damaged_calibration_is_repeated(tmp_path, kept, caplog):
-    this_machine(tmp_path)
-    path, = (tmp_path / "cache" / "hardware").iterdir()
-    path.write_text(path.read_text().replace("cpu_gb", "cpu_pounds"))
-    with caplog.at_level(logging.WARNING):
-        assert this_machine(tmp_path).name == "call 2"
-    assert "cpu_pounds" in caplog.text
-    assert this_machine(tmp_path).name == "call 2"
-
-
-def test_memory_sizes_are_not_cached(tmp_path, kept, monkeypatch):
-    this_machine(tmp_path)
-    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_limit", lambda: 54321)
-    hardware = this_machine(tmp_path)
-    assert (hardware.name, hardware.cpu_bytes) == ("call 1", 54321)
-
-
 @pytest.mark.parametrize("name", ["file", 300 * "a"])
-def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, kept, monkeypatch, caplog, name):
-    """Nor one of which it can't be told if it is there."""
+def test_an_unwritable_cache_is_no_failure(tmp_path, calls, monkeypatch, caplog, name):
+    """Nor one whose path is too long to exist."""
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / name))
     with caplog.at_level(logging.WARNING):

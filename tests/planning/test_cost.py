@@ -39,8 +39,9 @@ SLOT = 2 * 12 * 64 * 2  # bytes of a key and a value of all heads
 
 
 def seconds(hardware, run) -> tuple[float, float]:
-    found = estimate(hardware, run)
-    return found.prefill.seconds, found.step.seconds
+    """Estimated seconds of prefill and of a step."""
+    cost = estimate(hardware, run)
+    return cost.prefill.seconds, cost.step.seconds
 
 
 # Weights
@@ -48,44 +49,40 @@ def seconds(hardware, run) -> tuple[float, float]:
 
 def test_host_weights_are_transferred_once_a_pass():
     run = planned(weights=ON_HOST, batch=(4, 3))
-    found = estimate(machine(up=2.0), run)
+    cost = estimate(machine(up=2.0), run)
     # Of the embeddings only the rows travel that are looked up: of the prompts, or new tokens.
-    assert found.prefill.seconds == pytest.approx((12 * LAYER + HEAD + 3 * 4 * 64 * ROW) / 2)
-    assert found.step.seconds == pytest.approx((12 * LAYER + HEAD + 3 * 4 * ROW) / 2)
-    assert found.prefill.binding == found.step.binding == "cpu->gpu"
-    assert found.steps == 8 and found.generated == 12 * 9
-    assert found.tokens_per_second == pytest.approx(
-        108 / (found.prefill.seconds + 8 * found.step.seconds))
+    assert cost.prefill.seconds == pytest.approx((12 * LAYER + HEAD + 3 * 4 * 64 * ROW) / 2)
+    assert cost.step.seconds == pytest.approx((12 * LAYER + HEAD + 3 * 4 * ROW) / 2)
+    assert cost.prefill.binding == cost.step.binding == "cpu->gpu"
+    assert cost.steps == 8 and cost.generated == 12 * 9
+    assert cost.tokens_per_second == pytest.approx(
+        108 / (cost.prefill.seconds + 8 * cost.step.seconds))
 
 
 @pytest.mark.parametrize(("read", "up", "binding"), [(1.0, 3.0, "disk->cpu"),
                                                      (3.0, 1.0, "cpu->gpu")])
 def test_weights_on_disk_beside_a_gpu_use_both_links(read, up, binding):
-    found = estimate(machine(read=read, up=up), planned(weights=ON_DISK))
-    assert found.step.seconds == pytest.approx(12 * LAYER + HEAD + 4 * ROW)
-    assert found.step.binding == binding
-    assert found.step.resources["disk->cpu"] == pytest.approx(found.step.resources["cpu->gpu"]
+    cost = estimate(machine(read=read, up=up), planned(weights=ON_DISK))
+    assert cost.step.seconds == pytest.approx(12 * LAYER + HEAD + 4 * ROW)
+    assert cost.step.binding == binding
+    assert cost.step.resources["disk->cpu"] == pytest.approx(cost.step.resources["cpu->gpu"]
                                                               * up / read)
 
 
-def test_without_a_gpu_host_weights_are_used_in_place():
-    for weights, expected in ((ON_HOST, 0), (ON_DISK, 12 * LAYER + HEAD + 4 * ROW)):
-        run = planned(weights=weights, gpu=False)
-        assert estimate(machine(gpu=False), run).step.seconds == pytest.approx(expected, abs=1)
-
-
-def test_half_of_the_weights_take_half_the_time():
-    some, all_ = (estimate(machine(), planned(weights=weights)).step.seconds
-                  for weights in ((50, 50), ON_HOST))
-    assert some == pytest.approx(all_ / 2)
+@pytest.mark.parametrize(("weights", "gpu", "expected"), [
+    (ON_HOST, False, 0), (ON_DISK, False, 12 * LAYER + HEAD + 4 * ROW),
+    ((50, 50), True, (12 * LAYER + HEAD + 4 * ROW) / 2)])
+def test_weights_in_memory_are_not_transferred(weights, gpu, expected):
+    step = estimate(machine(gpu=gpu), planned(weights=weights, gpu=gpu)).step
+    assert step.seconds == pytest.approx(expected, abs=1)
 
 
 def test_quantized_weights_are_transferred_quantized():
-    found = estimate(machine(), planned(weights=ON_HOST, bits=(4, 16)))
+    cost = estimate(machine(), planned(weights=ON_HOST, bits=(4, 16)))
     options = WeightOptions(4)
     layer = part_bytes(options, OPT.layer_shapes(), 2)
     assert layer < 0.3 * LAYER
-    assert found.step.seconds == pytest.approx(
+    assert cost.step.seconds == pytest.approx(
         12 * layer + options.matrix_bytes((50272, 768), 2) + 4 * ROW)
 
 
@@ -121,9 +118,9 @@ def test_few_chunks_are_read_while_attention_goes_on(batches, read_ahead):
 
 
 def test_compute_bound():
-    """0.5 s for products of up to 8 rows with a billion weights, in proportion from there on."""
-    compute = replace(FREE, linear={16: {1: 0.5, 8: 0.5}}, elementwise=3.0, layer_seconds=0.01,
-                      logit_seconds=7.0)
+    """0.5 s for matmuls of up to 8 rows with a billion weights, in proportion from there on."""
+    compute = replace(FREE, linear={16: {1: 0.5, 8: 0.5}, 4: {1: 6.0}}, elementwise=3.0,
+                      layer_seconds=0.01, logit_seconds=7.0)
     prefill, step = seconds(machine(compute), planned(batch=(4, 2)))
     head = 0.5 * 50272 * 768 / 1e9 + 7 * 4 * 50272 / 1e9
     rest = 3 * 4 * 768 / 1e9 + 0.01
@@ -131,12 +128,11 @@ def test_compute_bound():
     rest = 3 * 256 * 768 / 1e9 + 0.01
     assert prefill == pytest.approx(2 * (12 * (0.5 * 256 / 8 * MATRICES / 1e9 + rest) + head))
     assert estimate(machine(compute), planned()).step.binding == "compute"
-
-
-def test_bits_of_weights_have_their_own_rates():
-    compute = replace(FREE, linear={16: {1: 2.0}, 4: {1: 6.0}})
-    plain, packed = (seconds(machine(compute), planned(bits=(bits, 16)))[1] for bits in (16, 4))
-    assert packed == pytest.approx(3 * plain)
+    rates = machine(replace(FREE, linear={16: {1: 2.0}, 4: {1: 6.0}}))
+    plain, quantized = (seconds(rates, planned(bits=(bits, 16)))[1] for bits in (16, 4))
+    assert quantized == pytest.approx(3 * plain)
+    cost = estimate(rates, planned(lengths=(64, 1)))
+    assert cost.steps == 0 and cost.seconds == cost.prefill.seconds
 
 
 @pytest.mark.parametrize(("batch", "prompt", "gpu", "chunks"), [
@@ -151,24 +147,17 @@ def test_a_prefill_goes_through_a_layer_in_chunks(batch, prompt, gpu, chunks):
     assert (prefill, step) == (pytest.approx(2 * 12 * chunks), pytest.approx(2 * 12))
 
 
-def test_prefill_attention_is_causal_and_slower_with_scores():
+@pytest.mark.parametrize(("h2o", "rate", "query"), [
+    (None, 1000, 1), (H2OConfig(heavy_ratio=0.1), 250, 3), (H2OConfig(recent_ratio=0.1), 1000, 1),
+    (H2OConfig(heavy_ratio=[0.1] * 6 + [1] * 6), 1 / (0.5 / 250 + 0.5 / 1000), 2)])
+def test_prefill_attention_is_causal_and_slower_with_scores(h2o, rate, query):
+    run = planned(batch=(3, 1), h2o=h2o)
     compute = replace(FREE, prefill_attention={"plain": 1000.0, "scored": 250.0})
     flops = 12 * 4 * 64 * 12 * 64 * 65 / 2  # layers, sequences' own: 4 x 64 for each head and pair
-    for h2o, rate in ((None, 1000), (H2OConfig(heavy_ratio=0.1), 250),
-                      (H2OConfig(recent_ratio=0.1), 1000)):
-        prefill, _ = seconds(machine(compute), planned(batch=(3, 1), h2o=h2o))
-        assert prefill == pytest.approx(3 * flops / rate)
-    half = H2OConfig(heavy_ratio=[0.1] * 6 + [1] * 6)
-    prefill, _ = seconds(machine(compute), planned(batch=(3, 1), h2o=half))
-    assert prefill == pytest.approx(3 * flops * (0.5 / 250 + 0.5 / 1000))
-
-
-def test_each_query_has_a_fixed_cost():
+    assert seconds(machine(compute), run)[0] == pytest.approx(3 * flops / rate)
     compute = replace(FREE, query_seconds={"plain": 1.0, "scored": 3.0})
-    for h2o, each in ((None, 1), (H2OConfig(heavy_ratio=0.1), 3), (H2OConfig(recent_ratio=0.1), 1)):
-        prefill, step = seconds(machine(compute), planned(batch=(3, 1), h2o=h2o))
-        assert prefill == pytest.approx(3 * 12 * 64 * 12 * each)
-        assert step < 1e-3
+    prefill, step = seconds(machine(compute), run)
+    assert prefill == pytest.approx(3 * 12 * 64 * 12 * query) and step < 1e-3
 
 
 @pytest.mark.parametrize(("h2o", "kept"), [(None, 64), (H2OConfig(heavy_ratio=0.25), 32)])
@@ -195,11 +184,6 @@ def test_attention_of_decoding_reads_what_is_cached(h2o, attended):
     compute = replace(FREE, decode_attention={16: 1000.0, 8: 1.0, 4: 1.0}, head_seconds=0.125)
     _, step = seconds(machine(compute), planned(batch=(4, 2), h2o=h2o))
     assert step == pytest.approx(12 * 8 * (attended * SLOT / 1000 + 12 * 0.125))
-
-
-def test_the_first_token_alone_has_no_steps():
-    found = estimate(machine(), planned(weights=ON_HOST, lengths=(64, 1)))
-    assert found.steps == 0 and found.seconds == found.prefill.seconds
 
 
 # What runs side by side
@@ -256,12 +240,12 @@ def test_rates_between_the_measured_rows():
 
 
 def test_a_disk_cache_is_read_whole_and_written_in_batches():
-    found = estimate(machine(gpu=False), planned(cache=ON_DISK, gpu=False, batch=(4, 2)))
+    cost = estimate(machine(gpu=False), planned(cache=ON_DISK, gpu=False, batch=(4, 2)))
     whole = 12 * 8 * 72 * SLOT
-    assert found.step.resources["disk->cpu"] == pytest.approx(whole)
-    assert found.step.resources["cpu->disk"] == pytest.approx(whole / 16)
-    assert found.prefill.resources["cpu->disk"] == pytest.approx(whole)
-    assert found.prefill.resources["disk->cpu"] == 0
+    assert cost.step.resources["disk->cpu"] == pytest.approx(whole)
+    assert cost.step.resources["cpu->disk"] == pytest.approx(whole / 16)
+    assert cost.prefill.resources["cpu->disk"] == pytest.approx(whole)
+    assert cost.prefill.resources["disk->cpu"] == 0
 
 
 @pytest.mark.parametrize(("cache", "share"), [(ON_DISK, 1), ((50, 0), 0.5), (ALL_HERE, 0)])
@@ -269,9 +253,9 @@ def test_compute_waits_for_what_fetching_a_cache_takes(cache, share):
     """For each layer and batch, and each sequence and head of it, whatever the bytes."""
     hardware = replace(machine(gpu=False, read=1e30, write=1e30), fetch_seconds=2.0,
                        fetch_head_seconds=0.25)
-    found = estimate(hardware, planned(cache=cache, gpu=False, batch=(4, 3)))
-    assert found.step.seconds == pytest.approx(12 * 3 * (2 + 4 * 12 / 4) * share, abs=1e-6)
-    assert found.prefill.seconds == pytest.approx(0, abs=1e-6)
+    cost = estimate(hardware, planned(cache=cache, gpu=False, batch=(4, 3)))
+    assert cost.step.seconds == pytest.approx(12 * 3 * (2 + 4 * 12 / 4) * share, abs=1e-6)
+    assert cost.prefill.seconds == pytest.approx(0, abs=1e-6)
 
 
 RECALL = H2OConfig(heavy_ratio=0.125, recall=True)  # 16 of 64 tokens
@@ -359,20 +343,20 @@ def test_layers_that_do_not_recall_cost_what_they_read():
 
 def test_a_full_cache_travels_as_far_as_it_is_filled():
     """And of 64 slots more, which it is given at a time, the half."""
-    found = estimate(machine(gpu=False), planned(cache=ON_DISK, gpu=False, lengths=(64, 512)))
-    assert found.step.resources["disk->cpu"] == pytest.approx(12 * 4 * (64 + 256 + 32) * SLOT)
-    assert found.prefill.resources["cpu->disk"] == pytest.approx(12 * 4 * (64 + 64) * SLOT)
+    cost = estimate(machine(gpu=False), planned(cache=ON_DISK, gpu=False, lengths=(64, 512)))
+    assert cost.step.resources["disk->cpu"] == pytest.approx(12 * 4 * (64 + 256 + 32) * SLOT)
+    assert cost.prefill.resources["cpu->disk"] == pytest.approx(12 * 4 * (64 + 64) * SLOT)
     evicting = planned(cache=ON_DISK, gpu=False, lengths=(64, 512), h2o=H2OConfig(heavy_ratio=0.25))
-    found = estimate(machine(gpu=False), evicting)
-    assert found.step.resources["disk->cpu"] == pytest.approx(12 * 4 * 32 * SLOT)
+    cost = estimate(machine(gpu=False), evicting)
+    assert cost.step.resources["disk->cpu"] == pytest.approx(12 * 4 * 32 * SLOT)
 
 
 @pytest.mark.parametrize(("cache", "away"), [((100, 0), 0), ((90, 10), 0), ((70, 30), 1),
                                              ((0, 100), 4)])
 def test_a_share_of_the_cache_is_whole_sequences(cache, away):
-    found = estimate(machine(), planned(cache=cache))
-    assert found.step.resources["cpu->gpu"] == pytest.approx(12 * away * 72 * SLOT)
-    assert found.step.resources["gpu->cpu"] == pytest.approx(12 * away * SLOT)
+    cost = estimate(machine(), planned(cache=cache))
+    assert cost.step.resources["cpu->gpu"] == pytest.approx(12 * away * 72 * SLOT)
+    assert cost.step.resources["gpu->cpu"] == pytest.approx(12 * away * SLOT)
 
 
 # Against the engine. A test model whose layers are many pages, so that rounding to them is little.
@@ -418,8 +402,8 @@ def test_the_engine_moves_the_bytes_that_the_model_counts(folder, tmp_path, monk
             cache_bits=run.cache.bits, progress=False, offload_dir=str(tmp_path)) as llm:
         llm.generate(prompts, max_new_tokens=run.workload.gen_len, eos_token_id=-1)
         moved = {link: nbytes for link, (nbytes, _) in llm.stats.links.items()}
-        found = estimate(machine(gpu=run.has_gpu), replace(run, model=llm.model_config))
-    counted = {link: found.prefill.resources[link] + found.steps * found.step.resources[link]
+        cost = estimate(machine(gpu=run.has_gpu), replace(run, model=llm.model_config))
+    counted = {link: cost.prefill.resources[link] + cost.steps * cost.step.resources[link]
                for link in LINKS}
     if run.attends_on_host:
         # The engine does not record the prompts that go down to be cut; of q, k, v it does.
@@ -431,18 +415,16 @@ def test_the_engine_moves_the_bytes_that_the_model_counts(folder, tmp_path, monk
 def test_sparse_attention_leaves_values_in_host_memory():
     run = planned(cache=ON_HOST)
     sparse = replace(run, cache=replace(run.cache, attn_sparsity=0.5))
-    full, some = (estimate(machine(), each).step.resources for each in (run, sparse))
-    assert some["cpu->gpu"] == pytest.approx(0.75 * full["cpu->gpu"]) and full["cpu->gpu"] > 0
-    assert some["gpu->cpu"] == full["gpu->cpu"]
+    full, few = (estimate(machine(), case).step.resources for case in (run, sparse))
+    assert few["cpu->gpu"] == pytest.approx(0.75 * full["cpu->gpu"]) and full["cpu->gpu"] > 0
+    assert few["gpu->cpu"] == full["gpu->cpu"]
 
 
 def test_concurrent_resources_interfere():
     """Beside the busiest resource a part of what the others would take alone."""
     compute = replace(FREE, layer_seconds=LAYER / 4.0)
-    run = planned(weights=ON_DISK, gpu=False)
-    free = machine(compute, gpu=False)
-    disturbed = replace(free, interference=0.25)
-    (alone,), (beside,) = ([estimate(each, run).step] for each in (free, disturbed))
+    run, free = planned(weights=ON_DISK, gpu=False), machine(compute, gpu=False)
+    alone, beside = (estimate(replace(free, interference=share), run).step for share in (0, 0.25))
     assert beside.resources == alone.resources and beside.binding == "disk->cpu"
     assert beside.seconds == pytest.approx(alone.seconds + 0.25 * alone.resources["compute"])
 

@@ -59,14 +59,14 @@ def test_non_expert_weights_get_the_fastest_tier():
 
 def test_experts_and_their_slots_in_the_memory_plan():
     run = planned(weights=(30, 50), model=QWEN, batch=(2, 3), gpu=True)
-    found, others = rows(run), QWEN.num_parameters() - ALL * EXPERT
-    assert found["weights"].cpu == found["embeddings"].cpu == 0, "all that is not an expert"
-    assert found["experts"].gpu == pytest.approx(
+    table, others = rows(run), QWEN.num_parameters() - ALL * EXPERT
+    assert table["weights"].cpu == table["embeddings"].cpu == 0, "all that is not an expert"
+    assert table["experts"].gpu == pytest.approx(
         2 * (0.3 * QWEN.num_parameters() - others), rel=1e-6)
-    assert found["experts"].cpu == pytest.approx(2 * 0.5 * QWEN.num_parameters(), rel=1e-6)
+    assert table["experts"].cpu == pytest.approx(2 * 0.5 * QWEN.num_parameters(), rel=1e-6)
     slots = 2 * 6 * 8  # what six tokens choose, twice
     assert run.expert_slots == slots
-    assert 0 <= found["expert slots"].gpu - slots * 2 * EXPERT < slots * (32 << 10)
+    assert 0 <= table["expert slots"].gpu - slots * 2 * EXPERT < slots * (32 << 10)
     few = replace(run, policy=replace(run.policy, expert_slots=3))
     assert rows(few)["expert slots"].gpu < 4 * 2 * EXPERT
     here = planned(weights=(0, 100), model=QWEN, gpu=False)
@@ -84,9 +84,9 @@ def test_layers_without_experts_are_planned_by_their_own_sizes():
                     experts=Placement(0, 0, 100)) for model in (QWEN, mixed)]
     assert runs[1].num_experts == 36 * 128
     sizes = [2 * (run.model.num_parameters() - run.num_experts * EXPERT) for run in runs]
-    found = [sum(rows(run)[name].cpu + rows(run)[name].gpu for name in ("weights", "embeddings"))
+    held = [sum(rows(run)[name].cpu + rows(run)[name].gpu for name in ("weights", "embeddings"))
              for run in runs]
-    assert found == sizes and sizes[1] - sizes[0] > 12 * 2 * 3 * 6000 * 2048
+    assert held == sizes and sizes[1] - sizes[0] > 12 * 2 * 3 * 6000 * 2048
     read = [estimate(GPU, run).step.resources["disk->cpu"] for run in runs]
     assert read[1] == pytest.approx(read[0] * 36 / 48, rel=0.01)
 
@@ -97,8 +97,8 @@ def test_experts_computed_on_the_host_are_not_transferred():
                "batch": (1, 1)}
     away, there = (planned(gpu=True, **options, cpu_expert_compute=host) for host in (False, True))
     assert away.expert_slots > 0 == there.expert_slots
-    found = rows(there)["expert slots"]
-    assert found.gpu == 0 < found.cpu, "room for what comes down and goes up"
+    row = rows(there)["expert slots"]
+    assert row.gpu == 0 < row.cpu, "room for what comes down and goes up"
     seconds = [estimate(machines[True], run).step.resources for run in (away, there)]
     assert seconds[1]["cpu->gpu"] < seconds[0]["cpu->gpu"] / 50
     assert seconds[1]["cpu attention"] > 0 == seconds[0]["cpu attention"]
@@ -169,9 +169,9 @@ def test_plans_go_by_how_often_experts_are_chosen():
     assert slots[1] < (rare + often) / 2, "slots keep what is chosen most often"
     both = planned(weights=(100, 0), experts=Placement(0, 50, 50), model=QWEN, batch=(4, 1),
                    expert_slots=1, gpu=True, expert_choices=choices)
-    found = estimate(machine(gpu=True, read=1.0, up=1.0), both).step.resources
-    assert found["disk->cpu"] / (48 * 2 * EXPERT) == pytest.approx(rare, rel=1e-6)
-    assert found["cpu->gpu"] / (48 * 2 * EXPERT) == pytest.approx(rare + often, rel=1e-6)
+    resources = estimate(machine(gpu=True, read=1.0, up=1.0), both).step.resources
+    assert resources["disk->cpu"] / (48 * 2 * EXPERT) == pytest.approx(rare, rel=1e-6)
+    assert resources["cpu->gpu"] / (48 * 2 * EXPERT) == pytest.approx(rare + often, rel=1e-6)
     alike = replace(run, policy=replace(run.policy, expert_choices=None))
     kept = (ALL // 2 + 1 - MAX_EXPERT_LOADS) / ALL
     assert moved(alike) == pytest.approx(run.model.experts.touched(4) * (1 - kept), rel=1e-6)
@@ -205,15 +205,13 @@ def test_expert_counts_are_sliced_by_stage():
     part = run.of_stage(Stage(12, 24, 48), 1)
     assert part.policy.expert_choices == ExpertChoices(counts[12:24], 8, 120, 240, 1800)
     assert part.touched(1, 1) == pytest.approx(8)
-
-
-def test_slices_have_the_same_shrinkage():
     layer = tuple(range(60_000, 124_000, 1000)) * 2
     whole = ExpertChoices((layer,) * 48, 8, 48 * 1000, 48 * 1_464_000, 48 * 20_000)
-    uses = [ExpertUse(each) for each in (whole, whole.slice_layers(12, 24))]
+    uses = [ExpertUse(choices) for choices in (whole, whole.slice_layers(12, 24))]
     assert uses[0].locality == pytest.approx(uses[1].locality)
-    assert max(uses[0].frequencies) == pytest.approx(max(uses[1].frequencies))
-    assert 8 / 128 < max(uses[0].frequencies) < 8 * max(layer) / sum(layer), "shrunk, not all"
+    frequency = max(uses[0].frequencies)
+    assert 8 / 128 < frequency < 8 * max(layer) / sum(layer), "shrunk, not all"
+    assert frequency == pytest.approx(max(uses[1].frequencies))
 
 
 @pytest.mark.parametrize("hardware", [GPU, CPU])
@@ -274,9 +272,9 @@ def test_few_sequences_get_slots_for_half_of_a_gpu(gpu, cpu):
 
     def best(size, limits=tight, **policy):
         run = planned(model=QWEN, batch=(size, 1), gpu=True, **policy)
-        found = PlacementSolver(hardware, run, limits).best()
-        assert not MemoryPlan(found).shortfalls(limits)
-        return found
+        solved = PlacementSolver(hardware, run, limits).best()
+        assert not MemoryPlan(solved).shortfalls(limits)
+        return solved
 
     few, many, given = best(4), best(64), best(4, expert_slots=50)
     resident = ALL * few.policy.experts.gpu / 100

@@ -24,7 +24,7 @@ LOAD = Workload(prompt_len=6, gen_len=3, gpu_batch_size=4, num_gpu_batches=1)
 PROMPTS = [[1, 2, 3, 4, 5, 6]] * 4
 
 
-class PretendGpu(LazyDevice):
+class FakeGpu(LazyDevice):
     """Has 40 GB free, and remembers its limit and the bytes that were page-locked."""
 
     def __init__(self):
@@ -44,7 +44,7 @@ class PretendGpu(LazyDevice):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    device = PretendGpu()
+    device = FakeGpu()
     open_devices(monkeypatch, lambda: device)
     return device
 
@@ -112,31 +112,31 @@ def test_limits_are_bytes(options, name, value):
 
 @pytest.mark.parametrize(("nbytes", "share"), [(6 * 10**9, 0.375), (20 * 10**9, 1.0), (None, 1.0)])
 def test_pytorch_is_held_to_the_limit(monkeypatch, nbytes, share):
-    seen = []
+    calls = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 16 * 10**9))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction",
-                        lambda *arguments: seen.append(arguments))
+                        lambda *arguments: calls.append(arguments))
     CudaDevice.limit(types.SimpleNamespace(torch_device="cuda:1"), nbytes)
-    assert seen == [(share, "cuda:1")]
+    assert calls == [(share, "cuda:1")]
 
 
 def test_memory_is_pinned_by_the_computing_gpu(monkeypatch):
     """In the thread of a lane the first one is current, where another job may have the memory."""
-    seen, buffer = [], Device().host_empty(1)
-    runtime = types.SimpleNamespace(cudaHostUnregister=seen.append, cudaHostRegister=(
-        lambda address, nbytes, flags: seen.append(address) or 0))
+    calls, buffer = [], Device().host_empty(1)
+    runtime = types.SimpleNamespace(cudaHostUnregister=calls.append, cudaHostRegister=(
+        lambda address, nbytes, flags: calls.append(address) or 0))
 
     @contextlib.contextmanager
     def current(device):
-        seen.append(device)
+        calls.append(device)
         yield
-        seen.append("the first again")
+        calls.append("the first again")
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", current)
     device = types.SimpleNamespace(torch_device="cuda:1")
     CudaDevice._pin(device, buffer, types.SimpleNamespace(), True)
-    assert seen == ["cuda:1", buffer.data_ptr(), "the first again"]
+    assert calls == ["cuda:1", buffer.data_ptr(), "the first again"]
 
 
 @pytest.mark.parametrize("pin", [True, False])

@@ -58,55 +58,45 @@ def rows(plan) -> dict[str, tuple[int, int, int]]:
 
 def test_sums_without_a_gpu():
     plan = make_plan(0, 100, 100, 0)
-    found = rows(plan)
-    weights = found["weights"][1] + found["embeddings"][1]
+    table = rows(plan)
+    weights = table["weights"][1] + table["embeddings"][1]
     assert weights == pytest.approx(OPT_30B.num_parameters() * 2, rel=1e-9)
-    assert found["cache"] == (0, 8 * 543 * OPT_30B.kv_bytes_per_token(2), 0)
-    assert found["activations"] == (0, 8 * 512 * 7168 * 2, 0)
-    for buffers in ("weight buffers", "cache buffers", "activation buffers"):
-        assert found[buffers] == (0, 0, 0), "memory is used in place"
-    for extra in ("prompt cache", "cache bookkeeping"):
-        assert found[extra] == (0, 0, 0), "the full cache needs neither"
+    assert table["cache"] == (0, 8 * 543 * OPT_30B.kv_bytes_per_token(2), 0)
+    assert table["activations"] == (0, 8 * 512 * 7168 * 2, 0)
+    for name in ("weight buffers", "cache buffers", "activation buffers",  # used in place
+                 "prompt cache", "cache bookkeeping"):  # not for the full cache
+        assert table[name] == (0, 0, 0)
     assert plan.total("gpu") == plan.total("disk") == 0
     assert plan.total("cpu") == sum(row.cpu for row in plan.rows)
 
 
-def test_a_draft_model_has_its_weights_and_a_cache_of_each_sequence():
+def test_a_draft_model_has_weights_and_caches():
     small = planned_run.DraftModel(published("facebook/opt-125m"), WeightOptions())
-    plain, found = rows(make_plan(0, 100, 100, 0)), rows(make_plan(0, 100, 100, 0, draft=small))
-    assert found.pop("draft model") == (0, small.model.num_parameters() * 2, 0)
+    plain, table = rows(make_plan(0, 100, 100, 0)), rows(make_plan(0, 100, 100, 0, draft=small))
+    assert table.pop("draft model") == (0, small.model.num_parameters() * 2, 0)
     hidden = 256 * 768 * 2  # a chunk of the prompt
     cache = 543 * small.model.kv_bytes_per_token(2)
-    assert found.pop("draft cache") == (0, 8 * (cache + hidden), 0)
-    assert found == plain
-
-
-def test_weights_on_disk_need_two_layer_buffers():
-    layer = OPT_30B.layer_parameters() * 2
-    found = rows(make_plan(0, 0, 100, 0))
-    assert found["weights"] == (0, 0, 0)
-    assert found["weight buffers"] == (0, 2 * layer, 0)
-    written = rows(make_plan(0, 0, 100, 0, writes_weights=True))
-    assert written["weights"][2] == OPT_30B.num_layers * layer
+    assert table.pop("draft cache") == (0, 8 * (cache + hidden), 0)
+    assert table == plain
 
 
 def test_a_layer_in_chunks_needs_half_a_layer_and_its_vectors():
     """With one batch in a block: four buffers of an eighth of a layer, more or less."""
     policy = replace(make_policy(0, 0, 100, 0), num_gpu_batches=1)
     load = replace(LOAD, num_gpu_batches=1)
-    found = rows(memory_plan(OPT_30B, policy, load, itemsize=2, writes_weights=True))
+    table = rows(memory_plan(OPT_30B, policy, load, itemsize=2, writes_weights=True))
     layer = OPT_30B.layer_parameters() * 2
-    assert 0.4 * layer < found["weight buffers"][1] <= 0.55 * layer
-    assert found["weights"] == (0, 48 * 13 * 7168 * 2, 48 * layer)
+    assert 0.4 * layer < table["weight buffers"][1] <= 0.55 * layer
+    assert table["weights"] == (0, 48 * 13 * 7168 * 2, 48 * layer)
 
 
 def test_a_gpu_needs_staging_for_what_is_on_the_host():
     layer = OPT_30B.layer_parameters() * 2
     part = 4 * 543 * OPT_30B.kv_bytes_per_token(2) // OPT_30B.num_layers
-    found = rows(make_plan(0, 100, 0, 100, 0, 100, has_gpu=True))
-    assert found["weight buffers"] == (2 * layer, 2 * layer, 0)
-    assert found["cache buffers"] == (3 * part, 3 * part, 0)
-    assert found["activation buffers"] == (3 * 4 * 512 * 7168 * 2, 0, 0)
+    table = rows(make_plan(0, 100, 0, 100, 0, 100, has_gpu=True))
+    assert table["weight buffers"] == (2 * layer, 2 * layer, 0)
+    assert table["cache buffers"] == (3 * part, 3 * part, 0)
+    assert table["activation buffers"] == (3 * 4 * 512 * 7168 * 2, 0, 0)
 
 
 def test_halves_of_layers_need_buffers_of_the_larger():
@@ -122,28 +112,24 @@ def test_halves_of_layers_need_buffers_of_the_larger():
 
 
 def test_cache_is_split_by_whole_sequences():
-    found = rows(make_plan(100, 0, 30, 30, has_gpu=True))
-    assert [size // found["cache"][1] for size in found["cache"]] == [1, 1, 2]
+    table = rows(make_plan(100, 0, 30, 30, has_gpu=True))
+    assert [size // table["cache"][1] for size in table["cache"]] == [1, 1, 2]
 
 
 def test_too_large_a_run_is_refused_with_a_fitting_percent():
     """opt-30b with random weights and --percent 0 100 100 0 on 24 GB."""
     plan = make_plan(0, 100, 100, 0, load=replace(LOAD, num_gpu_batches=1), writes_weights=True)
-    with pytest.raises(UserError) as caught:
-        plan.check(MemoryLimits(None, 24 * 10**9, 80 * 10**9))
-    message = str(caught.value)
-    assert "\n" not in message
-    assert "host memory: needs 63.5 GB" in message and "24.0 GB free" in message
-    assert re.search(r"--percent [\d .]+ would fit", message)
+    refused(lambda: plan.check(MemoryLimits(None, 24 * 10**9, 80 * 10**9)), "needs 63.5 GB",
+            "24.0 GB free", match=r"--percent [\d .]+ would fit")
 
 
 @pytest.mark.parametrize(("writes", "limits"), [
     (False, MemoryLimits(None, 10**9, 10**12)),  # not even the buffers
     (True, MemoryLimits(None, 24 * 10**9, 10**6)),  # neither memory nor disk
 ])
-def test_nothing_fits_and_says_so(writes, limits):
-    with pytest.raises(UserError, match="no --percent would fit.*gpu-batch-size"):
-        make_plan(0, 100, 100, 0, writes_weights=writes).check(limits)
+def test_a_run_that_fits_nowhere_is_refused(writes, limits):
+    plan = make_plan(0, 100, 100, 0, writes_weights=writes)
+    refused(lambda: plan.check(limits), match="no --percent would fit.*gpu-batch-size")
 
 
 @pytest.mark.parametrize("model", [OPT_30B, published("facebook/opt-125m")])
@@ -210,35 +196,38 @@ def test_weights_take_the_bytes_of_their_layouts(key, options):
     for itemsize in (2, 4):
         plan = memory_plan(cfg, make_policy(*ALL_GPU), LOAD, itemsize=itemsize, has_gpu=True,
                            weights=options)
-        found = rows(plan)
-        assert found["weights"][0] + found["embeddings"][0] == bytes_at_rest(
+        table = rows(plan)
+        assert table["weights"][0] + table["embeddings"][0] == bytes_at_rest(
             cfg, options, itemsize)
-        assert found["weight buffers"] == (0, 0, 0)
+        assert table["weight buffers"] == (0, 0, 0)
 
 
-def test_quantized_weights_on_disk_need_two_quantized_layers():
-    found = rows(make_plan(0, 0, 100, 0, weights=FOUR_BITS))
-    assert found["weights"] == found["embeddings"] == (0, 0, 0), "a weight cache keeps them"
-    assert found["weight buffers"] == (0, 2 * OPT_30B_LAYER, 0)
-    written = rows(make_plan(0, 0, 100, 0, weights=FOUR_BITS, writes_weights=True))
-    assert written["weights"] == (0, 0, 48 * OPT_30B_LAYER)
-    assert written["embeddings"] == (0, 0, OPT_30B_EMBEDDINGS)
+@pytest.mark.parametrize(("weights", "layer"), [
+    (WeightOptions(), OPT_30B.layer_parameters() * 2), (FOUR_BITS, OPT_30B_LAYER)])
+def test_weights_on_disk_need_two_layer_buffers(weights, layer):
+    table = rows(make_plan(0, 0, 100, 0, weights=weights))
+    assert table["weights"] == (0, 0, 0), "the checkpoint or a weight cache has them"
+    assert table["weight buffers"] == (0, 2 * layer, 0)
+    written = rows(make_plan(0, 0, 100, 0, weights=weights, writes_weights=True))
+    assert written["weights"] == (0, 0, 48 * layer)
+    if weights.bits == 4:
+        assert written["embeddings"] == (0, 0, OPT_30B_EMBEDDINGS)
 
 
 def test_percent_is_of_quantized_bytes():
     """All weights together: the head's matrix is on the GPU, and the layers make up for it."""
-    found = rows(make_plan(50, 25, 100, 0, has_gpu=True, weights=FOUR_BITS, writes_weights=True))
+    table = rows(make_plan(50, 25, 100, 0, has_gpu=True, weights=FOUR_BITS, writes_weights=True))
     layers, head = 48 * OPT_30B_LAYER, 50272 * 7168 * 576 // 1024
     total = layers + OPT_30B_EMBEDDINGS
     for tier, share in enumerate((0.5, 0.25, 0.25)):
-        assert found["weights"][tier] + found["embeddings"][tier] == pytest.approx(
+        assert table["weights"][tier] + table["embeddings"][tier] == pytest.approx(
             share * total, abs=3)
-    assert sum(found["weights"]) == pytest.approx(layers, abs=3)
-    assert head < found["embeddings"][0] < OPT_30B_EMBEDDINGS
+    assert sum(table["weights"]) == pytest.approx(layers, abs=3)
+    assert head < table["embeddings"][0] < OPT_30B_EMBEDDINGS
     # Of a layer a little more than half travels, and one tensor more, of four times the hidden
     # size.
     layer = OPT_30B_LAYER * total / (total - head) / 2 + 4 * 7168 * 7168 * 576 // 1024
-    assert found["weight buffers"] == (pytest.approx(2 * layer, abs=4),) * 2 + (0,)
+    assert table["weight buffers"] == (pytest.approx(2 * layer, abs=4),) * 2 + (0,)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -296,28 +285,28 @@ def cache_plan(*percent, chunk=None, on_cpu=False, has_gpu=False, selective_fetc
     ({"heavy_ratio": 1}, [543] * 32),
 ])
 def test_an_evicting_cache_has_the_slots_of_its_budget(h2o, layer_slots):
-    found = rows(cache_plan(*ALL_GPU, has_gpu=True, h2o=h2o))
-    assert found["cache"] == (8 * sum(layer_slots) * 4096, 0, 0)
+    table = rows(cache_plan(*ALL_GPU, has_gpu=True, h2o=h2o))
+    assert table["cache"] == (8 * sum(layer_slots) * 4096, 0, 0)
     full = [not H2OConfig(**h2o).is_full_at(layer) for layer in range(32)]
     evicting = sum(s for s, evicts in zip(layer_slots, full, strict=True) if evicts)
-    assert found["cache bookkeeping"] == (8 * evicting * 8 * (4 + 4), 0, 0)
-    assert found["prompt cache"] == (0, 0, 0)
+    assert table["cache bookkeeping"] == (8 * evicting * 8 * (4 + 4), 0, 0)
+    assert table["prompt cache"] == (0, 0, 0)
 
 
 def test_rolling_positions_are_booked_too():
     h2o = {"heavy_tokens": 40, "recent_tokens": 60, "positions": "rolling"}
-    found = rows(cache_plan(0, 0, 0, 0, has_gpu=True, h2o=h2o))
-    assert found["cache bookkeeping"] == (8 * 32 * 100 * 8 * 12, 0, 0), "never on disk"
-    assert found["cache"] == (0, 0, 8 * 32 * 100 * 4096)
+    table = rows(cache_plan(0, 0, 0, 0, has_gpu=True, h2o=h2o))
+    assert table["cache bookkeeping"] == (8 * 32 * 100 * 8 * 12, 0, 0), "never on disk"
+    assert table["cache"] == (0, 0, 8 * 32 * 100 * 4096)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_compressed_cache_takes_its_groups(bits):
     vector = GroupLayout(length=128, bits=bits).nbytes
     assert 128 * bits // 8 < vector < 128 * 2
-    found = rows(cache_plan(*ALL_GPU, has_gpu=True, bits=bits))
-    assert found["cache"] == (8 * 543 * 32 * 2 * 8 * vector, 0, 0)
-    assert found["cache bookkeeping"] == (0, 0, 0)
+    table = rows(cache_plan(*ALL_GPU, has_gpu=True, bits=bits))
+    assert table["cache"] == (8 * 543 * 32 * 2 * 8 * vector, 0, 0)
+    assert table["cache bookkeeping"] == (0, 0, 0)
     mixed = rows(cache_plan(*ALL_GPU, has_gpu=True, bits=bits, key_bits=8))
     keys = GroupLayout(length=128, bits=8).nbytes
     assert mixed["cache"] == (8 * 543 * 32 * 8 * (keys + vector), 0, 0)
@@ -325,50 +314,43 @@ def test_a_compressed_cache_takes_its_groups(bits):
     assert both["cache"] == (8 * 102 * 32 * 2 * 8 * vector, 0, 0)
 
 
-def test_recall_from_disk_has_records_and_a_hot_set():
+def test_recall_has_a_hot_set():
     h2o = {"heavy_ratio": 0.1, "recall": True}
-    found = rows(cache_plan(0, 0, 0, 0, selective_fetch=True, h2o=h2o))
-    assert found["cache"] == (0, 0, 8 * 32 * 68 * 8 * 4096), "68 rows of 8 tokens, 8 KV heads"
-    chosen = 2 * 54  # of 543 tokens
-    numbers = 8 * 4 * (2 * 543 + 2 * chosen)
-    assert found["hot set"] == (0, 8 * 32 * (4096 * (2 * chosen + 16) + numbers), 0)
+    table = rows(cache_plan(0, 0, 0, 0, selective_fetch=True, h2o=h2o))
+    assert table["cache"] == (0, 0, 8 * 32 * 68 * 8 * 4096), "68 rows of 8 tokens, 8 KV heads"
+    selected = 2 * 54  # of 543 tokens
+    numbers = 8 * 4 * (2 * 543 + 2 * selected)
+    assert table["hot set"] == (0, 8 * 32 * (4096 * (2 * selected + 16) + numbers), 0)
     assert "hot set" not in rows(cache_plan(0, 0, 0, 0, h2o=h2o))
     half = rows(cache_plan(0, 0, 0, 0, selective_fetch=True, hot_set=0.5, h2o=h2o))
     assert half["hot set"] == (
         0, 8 * 32 * (4096 * (271 + 16) + 8 * 4 * (2 * 543 + 271)), 0), "half of 543 tokens"
+    # From host memory it is on the GPU.
+    table, plain = (rows(cache_plan(100, 0, 25, 75, has_gpu=True, h2o=h2o, selective_fetch=fetch))
+                    for fetch in (True, False))
+    numbers = 8 * 4 * (2 * 543 + 4 * selected)
+    assert table["hot set"] == (6 * 32 * (4096 * (2 * selected + 1) + numbers), 0, 0)
+    assert table["cache"] == plain["cache"] and "hot set" not in plain
 
 
-def test_recall_from_host_memory_has_a_hot_set_on_the_gpu():
-    placed = {"has_gpu": True, "h2o": {"heavy_ratio": 0.1, "recall": True}}
-    found = rows(cache_plan(100, 0, 25, 75, selective_fetch=True, **placed))
-    slots = 2 * 2 * 54  # twice what is chosen of 543 tokens
-    numbers = 8 * 4 * (2 * 543 + 2 * slots)
-    assert found["hot set"] == (6 * 32 * (4096 * (slots + 1) + numbers), 0, 0)
-    assert found["cache"] == rows(cache_plan(100, 0, 25, 75, **placed))["cache"]
-    assert "hot set" not in rows(cache_plan(100, 0, 25, 75, **placed))
-
-
-def test_staging_is_of_the_largest_layer():
+def test_cache_buffers_of_the_largest_layer_and_logs():
     ratios = [0.1] * 31 + [0.2]
-    found = rows(cache_plan(100, 0, 0, 100, has_gpu=True, h2o={"heavy_ratio": ratios}))
+    table = rows(cache_plan(100, 0, 0, 100, has_gpu=True, h2o={"heavy_ratio": ratios}))
     staging = 3 * 4 * 204 * 4096
-    assert found["cache buffers"] == (staging, staging, 0)
-
-
-def test_logs_of_a_cache_on_disk_hold_records_and_their_slots():
-    found = rows(cache_plan(100, 0, 50, 0, h2o={"heavy_ratio": 0.1}))
+    assert table["cache buffers"] == (staging, staging, 0)
+    table = rows(cache_plan(100, 0, 50, 0, h2o={"heavy_ratio": 0.1}))
     staging, logs = 3 * 2 * 102 * 4096, 2 * 2 * 16 * 32 * (4096 + 8 * 8)
-    assert found["cache buffers"] == (0, staging + logs, 0)
+    assert table["cache buffers"] == (0, staging + logs, 0)
 
 
 def test_a_cache_that_is_used_on_the_host_is_not_staged():
     """Queries, keys, values and results of new tokens travel: two batches' on the device."""
     h2o = {"heavy_ratio": 0.1}
-    found = rows(cache_plan(100, 0, 25, 75, has_gpu=True, on_cpu=True, h2o=h2o))
+    table = rows(cache_plan(100, 0, 25, 75, has_gpu=True, on_cpu=True, h2o=h2o))
     token = (2 * 32 + 2 * 8) * 128 * 2
-    assert found["cache buffers"] == (2 * 3 * token, 3 * token, 0)
+    assert table["cache buffers"] == (2 * 3 * token, 3 * token, 0)
     state = 2 * 102 * 32 * 8 * 8
-    assert found["cache bookkeeping"] == (state, 3 * state, 0), "where attention runs"
+    assert table["cache bookkeeping"] == (state, 3 * state, 0), "where attention runs"
     disk = rows(cache_plan(100, 0, 0, 50, has_gpu=True, on_cpu=True))
     assert disk["cache buffers"][0] == 3 * 2 * 543 * 4096 + 2 * 2 * token
     assert cache_plan(100, 0, 0, 50, on_cpu=True).rows == cache_plan(100, 0, 0, 50).rows
@@ -377,10 +359,10 @@ def test_a_cache_that_is_used_on_the_host_is_not_staged():
 def test_a_simulation_is_exact_and_where_it_computes():
     plan = cache_plan(100, 0, 0, 0, chunk=64, has_gpu=True,
                       h2o={"heavy_ratio": 0.1, "simulate": True})
-    found = rows(plan)
-    assert found["cache"] == (8 * 543 * 32 * 2 * 8 * 128 * 4, 0, 0)
-    assert found["cache bookkeeping"] == (8 * 543 * 32 * 8 * 8, 0, 0)
-    assert found["cache buffers"] == found["prompt cache"] == (0, 0, 0)
+    table = rows(plan)
+    assert table["cache"] == (8 * 543 * 32 * 2 * 8 * 128 * 4, 0, 0)
+    assert table["cache bookkeeping"] == (8 * 543 * 32 * 8 * 8, 0, 0)
+    assert table["cache buffers"] == table["prompt cache"] == (0, 0, 0)
 
 
 # Prompts in chunks
@@ -391,14 +373,14 @@ def test_a_simulation_is_exact_and_where_it_computes():
 ])
 def test_prompts_in_chunks_are_held_until_they_are_cut(cache):
     scores = 8 * 512 * 8 * 32 * 4 if "heavy_ratio" in cache.get("h2o", {}) else 0
-    found = rows(cache_plan(100, 0, 25, 25, chunk=64, has_gpu=True, **cache))
+    table = rows(cache_plan(100, 0, 25, 25, chunk=64, has_gpu=True, **cache))
     part = 2 * 512 * 32 * 4096
-    assert found["prompt cache"] == (part + scores, part, 2 * part)
+    assert table["prompt cache"] == (part + scores, part, 2 * part)
     whole = rows(cache_plan(100, 0, 25, 25, chunk=512, has_gpu=True, **cache))
     assert whole["prompt cache"] == (0, 0, 0)
-    assert whole["cache"] == found["cache"]
+    assert whole["cache"] == table["cache"]
     staging, logs = 3 * 3 * 512 * 4096, 2 * 2 * 16 * 32 * (4096 + 8 * 8)
-    more = [b - a for a, b in zip(whole["cache buffers"], found["cache buffers"], strict=True)]
+    more = [b - a for a, b in zip(whole["cache buffers"], table["cache buffers"], strict=True)]
     assert more == [staging, staging + logs, 0]
 
 
@@ -417,42 +399,40 @@ def test_the_full_cache_gathers_prompts_itself():
 def test_workspace_of_attention(monkeypatch, has_gpu, cache):
     """Linear in the tokens: a head's keys and values by thread, and a score of a key by task."""
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    load = replace(LOAD, prompt_len=100_000)
-    run = planned_run.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, has_gpu, False, cache)
+
+    def workspace(has_gpu, cache, *load):
+        return own_attention(planned_run.PlannedRun(
+            LLAMA_8B, make_policy(*ALL_GPU), Workload(*load), 2, has_gpu, False, cache))
+
     by_thread = 0 if has_gpu else 3 * (128 * 100_000 + 64 * (8 * 128 + 256))
     copies = 0 if cache.is_unquantized_full else 100_000 * 2 * 8 * 128 * 4
     prefill = 4 * (by_thread + (64 + 4 * 32) * 100_000) + copies
     slots = 20_000 if cache.evicts else 100_031
     decode = 4 * (64 + 4 * 32) * (slots + 64 + 2 * 128)
-    assert own_attention(run) == max(prefill, decode)
+    assert workspace(has_gpu, cache, 100_000, 32, 4, 2) == max(prefill, decode)
+    if not cache.evicts:  # decoding takes the attention weights of all heads
+        assert workspace(True, cache, 1, 4000, 64, 1) == 4 * (64 + 64 * 32) * (
+            4000 + 64 + (2 + 15) * 128)
 
 
-@pytest.mark.parametrize(("has_gpu", "more"), [(True, 256 << 20), (False, 0)])
-def test_workspace_of_a_gpu_has_room_for_the_tuner(monkeypatch, has_gpu, more):
-    """Triton writes 256 MB to empty the caches, in the middle of a prefill and of a step."""
-    found = []
-    for nbytes in (memory_rows.TUNING, 0):
-        monkeypatch.setattr(memory_rows, "TUNING", nbytes)
-        plan = memory_plan(LLAMA_8B, make_policy(*ALL_GPU), LOAD, itemsize=2, has_gpu=has_gpu)
-        found.append(sum(rows(plan)["workspace"]))
-    assert found[0] - found[1] == more
+def test_workspace_of_a_gpu_has_memory_for_the_autotuner(monkeypatch):
+    """Triton writes 256 MB to flush the caches, in the middle of a prefill and of a step."""
+    for has_gpu, more in ((True, 256 << 20), (False, 0)):
+        sizes = []
+        for nbytes in (256 << 20, 0):
+            monkeypatch.setattr(memory_rows, "TUNING", nbytes)
+            plan = memory_plan(LLAMA_8B, make_policy(*ALL_GPU), LOAD, itemsize=2, has_gpu=has_gpu)
+            sizes.append(sum(rows(plan)["workspace"]))
+        assert sizes[0] - sizes[1] == more
 
 
 def test_workspace_holds_what_goes_on_in_the_next_block():
     """One layer of it at a time: here all but one of 64 sequences, of 4,000 tokens each."""
     load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=32, num_gpu_batches=2)
-    found = [rows(memory_plan(LLAMA_8B, replace(make_policy(*ALL_GPU), refill_share=share), load,
+    sizes = [rows(memory_plan(LLAMA_8B, replace(make_policy(*ALL_GPU), refill_share=share), load,
                               itemsize=2, has_gpu=True))["workspace"][0] for share in (0.001, 1)]
     attention = 4 * (64 + 32 * 32) * (4000 + 64 + (2 + 15) * 128)
-    assert found[0] - found[1] == 63 * 4000 * 2 * 8 * 128 * 2 - attention
-
-
-@pytest.mark.parametrize("bits", [16, 4])
-def test_workspace_of_decoding_is_the_weights_of_all_heads(bits):
-    load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=64, num_gpu_batches=1)
-    run = planned_run.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, True, False,
-                               CacheOptions(bits=bits))
-    assert own_attention(run) == 4 * (64 + 64 * 32) * (4000 + 64 + (2 + 15) * 128)
+    assert sizes[0] - sizes[1] == 63 * 4000 * 2 * 8 * 128 * 2 - attention
 
 
 sizes_of_h2o = st.one_of(
@@ -474,7 +454,7 @@ def test_any_cache_is_between_its_prompt_and_the_full_one(h2o, bits, chunk, leng
     plan, full = (memory_plan(LLAMA_8B, policy, load, itemsize=2, has_gpu=has_gpu, cache=cache)
                   for cache in (CacheOptions(h2o, bits), CacheOptions()))
     assert [row.name for row in plan.rows] == [row.name for row in full.rows]
-    assert all(isinstance(n, int) and n >= 0 for found in rows(plan).values() for n in found)
+    assert all(isinstance(n, int) and n >= 0 for table in rows(plan).values() for n in table)
     for tier in ("gpu", "cpu", "disk"):
         assert plan.total(tier) == sum(getattr(row, tier) for row in plan.rows)
     cached, most = (sum(rows(p)["cache"]) for p in (plan, full))
@@ -509,20 +489,20 @@ def test_a_suggestion_fits_itself(percent, gpu, cpu, disk, writes, cache, bits):
         plan.check(limits)
         assert not plan.shortfalls(limits)
     except UserError as error:
-        found = re.search(r"--percent ([\d .]+) would fit", str(error))
-        if found is None:
+        fitting = re.search(r"--percent ([\d .]+) would fit", str(error))
+        if fitting is None:
             assert "no --percent would fit" in str(error)
             return
         assert not re.search("hh-ratio|-bits", str(error)), "that would change the results"
-        make_plan(*map(float, found[1].split()), **options).check(limits)
+        make_plan(*map(float, fitting[1].split()), **options).check(limits)
 
 
 @pytest.mark.parametrize("field", ["prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches"])
-def test_workload_refuses_nothing_to_do(field):
+def test_a_workload_is_not_empty(field):
     refused(lambda: replace(LOAD, **{field: 0}), match=field)
 
 
-# What is free
+# Free memory
 
 
 def group(folder: Path, names, *, limit, used, inactive, active=0, mapped=0) -> None:
@@ -545,25 +525,25 @@ def membership(tmp_path: Path, text: str) -> Path:
 
 
 def test_cgroup_v2_takes_the_tightest_limit_above(tmp_path):
-    mount = tmp_path / "fs"
+    mount, path = tmp_path / "fs", membership(tmp_path, "0::/a/b\n")
+    assert cgroup_free(mount, tmp_path / "none") is cgroup_free(mount, path) is None
     group(mount / "a", V2, limit=1000, used=700, inactive=100)
     group(mount / "a" / "b", V2, limit="max", used=600, inactive=0)
-    assert cgroup_free(mount, membership(tmp_path, "0::/a/b\n")) == 400
-    assert cgroup_limit(mount, membership(tmp_path, "0::/a/b\n")) == 1000
-    for high, free in (("max", 400), ("650", 50)):  # above which the kernel slows what it runs
+    assert (cgroup_free(mount, path), cgroup_limit(mount, path)) == (400, 1000)
+    for high, free in (("max", 400), ("650", 50)):  # above which the kernel slows processes
         (mount / "a" / "b" / "memory.high").write_text(high)
-        assert cgroup_free(mount, membership(tmp_path, "0::/a/b\n")) == free
+        assert cgroup_free(mount, path) == free
 
 
 def test_cgroup_v1_and_its_no_limit(tmp_path):
-    mount = tmp_path / "fs"
-    lines = "5:cpu:/x\n4:memory:/job\n0::/\n"
+    mount, path = tmp_path / "fs", membership(tmp_path, "5:cpu:/x\n4:memory:/job\n0::/\n")
+    group(mount / "memory", V1, limit=3000, used=1000, inactive=0)
+    assert cgroup_free(mount, path) == 2000, "the path is the host's: take the root"
     group(mount / "memory", V1, limit=9223372036854771712, used=5, inactive=0)
     group(mount / "memory" / "job", V1, limit=2000, used=500, inactive=50)
-    assert cgroup_free(mount, membership(tmp_path, lines)) == 1550
+    assert cgroup_free(mount, path) == 1550
     (mount / "memory" / "job" / V1[0]).write_text("9223372036854771712")
-    assert cgroup_free(mount, membership(tmp_path, lines)) is None
-    assert cgroup_limit(mount, membership(tmp_path, lines)) is None
+    assert cgroup_free(mount, path) is cgroup_limit(mount, path) is None
 
 
 @pytest.mark.parametrize("names, place, line", [
@@ -584,28 +564,17 @@ def test_free_heap_bytes_are_counted():
     assert 0 <= free_heap_bytes(0) <= resident_bytes()
 
 
-def test_cgroups_that_are_not_found(tmp_path):
-    group(tmp_path / "fs" / "memory", V1, limit=3000, used=1000, inactive=0)
-    host = membership(tmp_path, "4:memory:/docker/abc\n")
-    assert cgroup_free(tmp_path / "fs", host) == 2000, "the path is the host's: take the root"
-    assert cgroup_free(tmp_path / "fs", tmp_path / "none") is None
-    assert cgroup_free(tmp_path, membership(tmp_path, "0::/\n")) is None
-
-
-def test_free_memory_heeds_the_cgroup_and_needs_no_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_free", lambda: 12345)
-    for name in ("not", 300 * "a"):  # of the second one, it can't even be told if it is there
+def test_free_and_whole_memory_respect_the_cgroup(tmp_path, monkeypatch):
+    free, limit = (f"flexgen_h2o.storage.free_memory.cgroup_{name}" for name in ("free", "limit"))
+    monkeypatch.setattr(free, lambda: 12345)
+    for name in ("not", 300 * "a"):  # the second one is too long to exist
         limits = free_memory(tmp_path / name / "there", 77)
-        assert (limits.gpu_bytes, limits.cpu_bytes) == (77, 12345)
-        assert limits.disk_bytes > 0
-    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_free", lambda: None)
+        assert (limits.gpu_bytes, limits.cpu_bytes) == (77, 12345) and limits.disk_bytes > 0
+    monkeypatch.setattr(free, lambda: None)
     assert 0 < free_memory(tmp_path, None).cpu_bytes <= psutil.virtual_memory().total
-
-
-def test_whole_memory_heeds_the_cgroup_and_not_what_is_in_use(tmp_path, monkeypatch):
-    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_limit", lambda: 12345)
+    monkeypatch.setattr(limit, lambda: 12345)
     limits = whole_memory(tmp_path / "not" / "there", 77)
     assert (limits.gpu_bytes, limits.cpu_bytes) == (77, 12345)
     assert limits.disk_bytes > free_memory(tmp_path, None).disk_bytes
-    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_limit", lambda: None)
+    monkeypatch.setattr(limit, lambda: None)
     assert whole_memory(tmp_path, None).cpu_bytes == psutil.virtual_memory().total

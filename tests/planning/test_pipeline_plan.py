@@ -36,12 +36,12 @@ def run_of(model, **options) -> PlannedRun:
 
 def test_layer_times_sum_to_the_whole_model():
     run = run_of(TIED)
-    found = layer_seconds(HARDWARE, replace(run, workload=replace(
+    seconds = layer_seconds(HARDWARE, replace(run, workload=replace(
         run.workload, num_gpu_batches=1)), 2)
     whole = estimate(HARDWARE, replace(run, workload=replace(run.workload, num_gpu_batches=1)))
-    assert sum(found) == pytest.approx(whole.seconds)
-    assert len(found) == TIED.num_layers and len(set(found[1:-1])) == 1
-    assert found[-1] > 2 * found[1]  # a small model's head is as much as layers
+    assert sum(seconds) == pytest.approx(whole.seconds)
+    assert len(seconds) == TIED.num_layers and len(set(seconds[1:-1])) == 1
+    assert seconds[-1] > 2 * seconds[1]  # a small model's head is as much as layers
 
 
 def test_a_rank_with_a_large_head_gets_fewer_layers():
@@ -100,13 +100,13 @@ def test_rank_memory_sums_to_the_whole_model():
 def test_a_search_proposes_what_fits_on_every_rank():
     limits = MemoryLimits(None, 24 << 30, 200 << 30)
     request = PlanRequest(model=LARGE, prompt_len=64, gen_len=16, itemsize=2, prompts=64)
-    found = search_pipeline(HARDWARE, request, 4, limits)
-    for each in found:
-        assert each.bounds[-1] == 48 and len(each.bounds) == 5
-        for part in rank_runs(each.choice.run, each.bounds):
+    plans = search_pipeline(HARDWARE, request, 4, limits)
+    for plan in plans:
+        assert plan.bounds[-1] == 48 and len(plan.bounds) == 5
+        for part in rank_runs(plan.choice.run, plan.bounds):
             assert not MemoryPlan(part).shortfalls(limits)
-        assert each.choice.sequences == 64
-    rates = [each.choice.tokens_per_second for each in found]
+        assert plan.choice.sequences == 64
+    rates = [plan.choice.tokens_per_second for plan in plans]
     assert rates == sorted(rates, reverse=True)
     one = search_pipeline(HARDWARE, request, 1, limits)[0].choice
     assert rates[0] > 2 * one.tokens_per_second
@@ -119,9 +119,9 @@ def test_a_search_leaves_room_for_messages():
     gpu = planning_cases.GPU
     limits = MemoryLimits(6 << 30, gpu.cpu_bytes, gpu.disk_bytes)
     request = PlanRequest(model=LARGE, prompt_len=512, gen_len=16, itemsize=2, prompts=256)
-    found = search_pipeline(gpu, request, 4, limits)
-    assert len(found) > 1
-    assert found[0].choice.run.workload.num_gpu_batches >= 4
+    plans = search_pipeline(gpu, request, 4, limits)
+    assert len(plans) > 1
+    assert plans[0].choice.run.workload.num_gpu_batches >= 4
 
 
 def test_stages_fall_back_to_equal_layer_counts():
@@ -143,6 +143,6 @@ def test_a_plan_for_another_machine_shows_each_rank(capsys):
             "--hardware", "configs/hardware/t4.yaml", "--prompt-len", "32", "--gen-len", "4",
             "--percent", "0", "100", "100", "0", "--num-gpu-batches", "8"]
     assert generate.main(argv) == 0
-    told = capsys.readouterr().out
-    assert "rank 0       layers 0 to 11, device memory" in told
-    assert "rank 3       layers 36 to 47, device memory" in told
+    printed = capsys.readouterr().out
+    assert "rank 0       layers 0 to 11, device memory" in printed
+    assert "rank 3       layers 36 to 47, device memory" in printed

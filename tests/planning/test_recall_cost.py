@@ -54,14 +54,14 @@ def attention(path: Path) -> tuple[HostAttentionRates, dict[tuple[RecalledTokens
     fast = HEADS * (many - few) * token / (times[many, "full cache"] - times[few, "full cache"])
     rates = HostAttentionRates(
         {16: fast}, times[few, "full cache"] / HEADS - few * token / fast)
-    found = {}
+    seconds_by_case = {}
     for (slots, contestant), seconds in times.items():
         if contestant != "full cache":
             share, bits = map(int, re.findall(r"\d+", contestant))
             tokens = RecalledTokens(share / 100 * slots, slots, HEADS, HEADS * token)
-            found[tokens, bits] = seconds
-    assert len(found) == 8
-    return rates, found
+            seconds_by_case[tokens, bits] = seconds
+    assert len(seconds_by_case) == 8
+    return rates, seconds_by_case
 
 
 def check(rates: HostAttentionRates, recall: RecallRates,
@@ -82,20 +82,6 @@ def test_default_rates_predict_measured_attention(path, bound):
     check(rates, RECALL, times, bound)
 
 
-@pytest.mark.parametrize("path", [EARLIER, *(
-    RESULTS / machine / "kernels_attention.csv"
-    for machine in ("epyc-avx2", "xeon-avx512", "epyc-avx512bf16", "epyc-zen4"))])
-def test_rates_fitted_to_three_cases_predict_the_others(path):
-    rates, times = attention(path)
-    by_size = {(tokens.cached, round(tokens.selected / tokens.cached, 2)): tokens
-               for tokens, bits in times if bits == 4}
-    cases = [by_size[each] for each in ((2048, 0.2), (8192, 0.05), (8192, 0.2))]
-    fit = fit_recall_rates(rates, [(tokens, times[tokens, 4]) for tokens in cases],
-                 index=IndexLayout(DIM, 4))
-    check(rates, fit, {(tokens, 4): times[tokens, 4] for tokens in cases}, 1 + 1e-9)
-    check(rates, fit, times, 1.23)
-
-
 @given(st.floats(0.2, 9), st.floats(0.2, 9), st.floats(0.2, 9))
 def test_a_fit_finds_the_rates(index_cost, gather_cost, call_overhead):
     rates = HostAttentionRates({16: 3e10}, 2e-6)
@@ -105,10 +91,10 @@ def test_a_fit_finds_the_rates(index_cost, gather_cost, call_overhead):
     index = IndexLayout(DIM, 4)
     times = [(tokens, recall_seconds(rates, right, tokens, index=index, cache=PLAIN))
              for tokens in cases]
-    found = fit_recall_rates(rates, times, index=index)
+    fit = fit_recall_rates(rates, times, index=index)
     for name in ("index_cost", "gather_cost", "call_overhead"):
-        assert getattr(found, name) == pytest.approx(getattr(right, name), rel=1e-3)
-    assert (found.miss_factor, found.fetch_overhead) == (RECALL.miss_factor, RECALL.fetch_overhead)
+        assert getattr(fit, name) == pytest.approx(getattr(right, name), rel=1e-3)
+    assert (fit.miss_factor, fit.fetch_overhead) == (RECALL.miss_factor, RECALL.fetch_overhead)
 
 
 @pytest.mark.parametrize(("path", "prompt_len", "bound"), [
@@ -117,7 +103,7 @@ def test_a_fit_finds_the_rates(index_cost, gather_cost, call_overhead):
     (RESULTS / "epyc-zen4/recall_disk.csv", "2048", 1.31)])  # in no fit
 def test_a_disk_reads_as_much_as_was_measured(path, prompt_len, bound):
     """In the steps after the first, which reads all; smollm2's tokens have 256 bytes in a head."""
-    found = 0
+    count = 0
     for row in rows(path):
         if row["prompt_len"] != prompt_len or row["cache"] == "full":
             continue
@@ -132,8 +118,8 @@ def test_a_disk_reads_as_much_as_was_measured(path, prompt_len, bound):
         predicted = (1 + (steps - 1) * later) / steps
         measured = float(row["disk_read_mb_per_step"]) / float(row["kv_cache_mb"])
         assert 1 / bound < predicted / measured < bound, row["cache"]
-        found += 1
-    assert found >= 4
+        count += 1
+    assert count >= 4
 
 
 @settings(max_examples=examples(20))
@@ -151,12 +137,12 @@ def test_scattered_groups_are_read_as_the_engine_does(groups, length, seed):
 
 @given(st.floats(0.01, 1), st.integers(64, 10**6), st.sampled_from([128, 256, 512]))
 def test_selecting_more_costs_more_up_to_everything(share, cached, token):
-    few, many = (RecalledTokens(each * cached, cached, 8, 8 * token, share * cached / 2)
-                 for each in (share / 2, share))
-    less, more = (disk_read_ratio(RECALL, each) for each in (few, many))
+    few, many = (RecalledTokens(part * cached, cached, 8, 8 * token, share * cached / 2)
+                 for part in (share / 2, share))
+    less, more = (disk_read_ratio(RECALL, tokens) for tokens in (few, many))
     assert less < more <= 1
     assert disk_read_ratio(RECALL, replace(many, held=cached)) == 0
     rates = HostAttentionRates(FREE.decode_attention | {16: 1e10}, 1e-6)
-    less, more = (recall_seconds(rates, RECALL, each, index=IndexLayout(DIM, 4), cache=PLAIN)
-                  for each in (few, many))
+    less, more = (recall_seconds(rates, RECALL, tokens, index=IndexLayout(DIM, 4), cache=PLAIN)
+                  for tokens in (few, many))
     assert 0 < less < more

@@ -26,24 +26,24 @@ def test_nothing_is_predicted_to_beat_the_roofline(gpu, weights, cache, batch, l
     run = planned(weights, cache, batch=batch, lengths=lengths, gpu=gpu, bits=bits, h2o=h2o,
                   overlap=overlap, cpu_cache_compute=gpu and host)
     hardware = replace(GPU if gpu else CPU, interference=0.2, read_interference=0.4)
-    best, found = ideal_plan(hardware, run, prompts), predict(hardware, run, prompts)
-    assert best.sequences == found.sequences
+    best, predicted = ideal_plan(hardware, run, prompts), predict(hardware, run, prompts)
+    assert best.sequences == predicted.sequences
     for phase in ("prefill_seconds", "decode_seconds"):
-        assert 0 <= getattr(best, phase) <= getattr(found, phase) * (1 + 1e-9)
+        assert 0 <= getattr(best, phase) <= getattr(predicted, phase) * (1 + 1e-9)
     assert best.prefill_seconds > 0
 
 
 @given(st.sampled_from(BITS), st.floats(1, 5000), st.booleans())
 def test_products_take_their_bytes_or_their_flops(bits, rows, mxfp4):
-    found = ideal_hardware(CPU, mxfp4).compute
+    compute = ideal_hardware(CPU, mxfp4).compute
     bandwidth = CPU.compute.decode_attention[16]
-    bandwidth = max(bandwidth, *(bytes_per_weight(each) / CPU.compute.linear[each][1] * 1e9
-                                 for each in BITS))
+    bandwidth = max(bandwidth, *(bytes_per_weight(width) / CPU.compute.linear[width][1] * 1e9
+                                 for width in BITS))
     size = 4.25 / 8 if mxfp4 and bits == 4 else bytes_per_weight(bits)
     seconds = max(size / bandwidth, 2 * rows / 1.2e12)
-    assert interpolate(found.linear[bits], rows) == pytest.approx(1e9 * seconds, rel=1e-6)
-    assert {*found.decode_attention.values()} == {bandwidth}
-    assert [*found.prefill_attention.values()] == pytest.approx([1.2e12] * 2)
+    assert interpolate(compute.linear[bits], rows) == pytest.approx(1e9 * seconds, rel=1e-6)
+    assert {*compute.decode_attention.values()} == {bandwidth}
+    assert [*compute.prefill_attention.values()] == pytest.approx([1.2e12] * 2)
 
 
 def test_rounded_activations_have_rates_of_their_own():
