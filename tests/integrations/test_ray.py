@@ -31,20 +31,21 @@ ENGINE = {"dtype": "float32", "device": "cpu"}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """A cluster of this machine alone, of which nothing is left behind."""
-    before = {each.pid for each in psutil.Process().children(recursive=True)}
-    with ray_cluster(None, cpus=2) as found:
-        assert found.cluster_resources()["CPU"] == 2
-        folder = Path(found._private.worker._global_node.get_temp_dir_path())
+    """A cluster of this machine alone, whose processes and files go with it."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with ray_cluster(None, cpus=2) as session:
+        assert session.cluster_resources()["CPU"] == 2
+        folder = Path(session._private.worker._global_node.get_temp_dir_path())
         assert folder.is_dir()
         yield
-    assert not folder.exists() and not found.is_initialized()
+    assert not folder.exists() and not session.is_initialized()
     gc.collect()  # a generator's processes go with it, and it may be part of a cycle
-    left = [each for each in psutil.Process().children(recursive=True) if each.pid not in before]
-    alive = psutil.wait_procs(left, timeout=60)[1]
+    left = [process for process in psutil.Process().children(recursive=True)
+            if process.pid not in before]
     # Python's own tracker of shared memory stays as long as the process that has started it.
-    left_behind = [found for found in map(command_line, alive) if "resource_tracker" not in found]
-    assert not any(left_behind), left_behind
+    lines = [line for line in map(command_line, psutil.wait_procs(left, timeout=60)[1])
+             if "resource_tracker" not in line]
+    assert not any(lines), lines
 
 
 def command_line(process: psutil.Process) -> str:
@@ -61,14 +62,8 @@ def flags(model: str, folder: Path, output: str, *more: str) -> list[str]:
 
 def replicas() -> list[psutil.Process]:
     """Processes of replicas of the batch command."""
-    found = []
-    for each in psutil.Process().children(recursive=True):
-        try:
-            if "JobReplica" in " ".join(each.cmdline()):
-                found.append(each)
-        except psutil.Error:
-            continue  # it has ended
-    return found
+    return [process for process in psutil.Process().children(recursive=True)
+            if "JobReplica" in command_line(process)]
 
 
 @pytest.mark.full
@@ -122,11 +117,11 @@ def test_a_killed_job_leaves_no_process_and_resumes(words_model, tmp_path, capsy
         time.sleep(0.02)
     assert process.poll() is None, process.stderr.read()
     children = started.children(recursive=True)
-    (folder,) = {Path(each.cmdline()[-1]) for each in children
-                 if "ray_cluster" in str(each.cmdline())}
+    (folder,) = {Path(child.cmdline()[-1]) for child in children
+                 if "ray_cluster" in str(child.cmdline())}
     assert folder.is_dir()
     process.kill()
-    assert process.stderr.read() == ""  # nothing of Ray's is told
+    assert process.stderr.read() == ""  # Ray prints nothing
     process.wait()
     process.stderr.close()
     assert not psutil.wait_procs(children, timeout=30)[1] and not folder.exists()
@@ -152,18 +147,18 @@ def test_a_processor_answers_rows_and_reports_bad_ones(cluster, words_model, tmp
         postprocess=lambda row: {name: row[name] for name in (
             "id", "generated_tokens", "generated_text", "num_input_tokens",
             "num_generated_tokens", "finish_reason")})
-    found = {row["id"]: row for row in processor(
+    answered = {row["id"]: row for row in processor(
         ray.data.from_items(rows, override_num_blocks=4)).take_all()}
-    assert [*sorted(found)] == [*range(8)]
-    bad = found.pop(4)
+    assert [*sorted(answered)] == [*range(8)]
+    bad = answered.pop(4)
     assert "400 tokens" in bad["__inference_error__"] and bad["generated_text"] == ""
     assert bad["question"] == rows[4]["question"]  # it has passed by postprocess
     with LLM(words_model, **ENGINE) as llm:
-        greedy = [number for number in found if number % 2 == 0]
+        greedy = [number for number in answered if number % 2 == 0]
         outputs = llm.generate([rows[number]["question"] for number in greedy], [
             SamplingParams(max_new_tokens=3 + number % 3) for number in greedy])
     for number, output in zip(greedy, outputs, strict=True):
-        row = found[number]
+        row = answered[number]
         assert list(row["generated_tokens"]) == output.token_ids
         assert row["generated_text"] == output.text and row["finish_reason"] == "length"
         assert row["num_input_tokens"] == len(output.prompt_token_ids)
@@ -178,23 +173,23 @@ def test_generator_takes_all_kinds_of_columns(words_model):
     generator = BatchGenerator({"model": words_model, "progress": False, **ENGINE},
                                should_continue_on_error=True)
     chat = [{"role": "user", "content": "w5 w6"}]
-    found = generator({"prompt": [None, [5, 6], "w7", None, "w7", "w7"],
+    columns = generator({"prompt": [None, [5, 6], "w7", None, "w7", "w7"],
                        "messages": [chat, None, chat, None, None, None],
                        "sampling_params": [None, {"max_tokens": 2, "stop": None}, None, None,
                                            {"warmth": 1}, {"temperature": 1.0, "max_tokens": 4}],
                        "more": [*"abcdef"]})
-    assert found["more"] == [*"abcdef"]
-    errors = dict(enumerate(found["__inference_error__"]))
+    assert columns["more"] == [*"abcdef"]
+    errors = dict(enumerate(columns["__inference_error__"]))
     assert [row for row in errors if errors[row]] == [2, 3, 4]
     assert "one of the two" in errors[2] and "no option 'warmth'" in errors[4]
-    assert found["num_generated_tokens"].tolist() == [32, 2, 0, 0, 0, 4]
-    assert found["num_input_tokens"].tolist() == [4, 2, 0, 0, 0, 1]
+    assert columns["num_generated_tokens"].tolist() == [32, 2, 0, 0, 0, 4]
+    assert columns["num_input_tokens"].tolist() == [4, 2, 0, 0, 0, 1]
     with LLM(words_model, **ENGINE) as llm:
         (output,) = llm.generate(["w1 w5 w6 w2"], max_new_tokens=32)
-    assert found["generated_text"][0] == output.text
+    assert columns["generated_text"][0] == output.text
     again = generator({"prompt": ["w7"], "sampling_params": [{"temperature": 1.0,
                                                               "max_tokens": 4}]})
-    assert again["generated_tokens"][0].tolist() == found["generated_tokens"][5].tolist()
+    assert again["generated_tokens"][0].tolist() == columns["generated_tokens"][5].tolist()
     strict = BatchGenerator({"model": words_model, "progress": False, **ENGINE})
     refused(lambda: strict({"prompt": ["w7", None]}), "needs a prompt")
     gone = BatchGenerator({"model": str(Path(words_model) / "none"), "progress": False})
@@ -232,20 +227,9 @@ def test_replicas_share_the_cpus_of_a_host():
 
 
 def test_arguments_of_the_replica_pool():
-    found = clusters._replica_pool(ray, 3)
-    assert found["compute"].max_size == 3 and found["max_restarts"] > 0
+    options = clusters._replica_pool(ray, 3)
+    assert options["compute"].max_size == 3 and options["max_restarts"] > 0
     assert clusters._replica_pool(ray, (1, 3))["compute"].min_size == 1
-
-
-@pytest.mark.parametrize(("more", "words"), [
-    (["--replicas", "2"], "--replicas has no effect without --ray"),
-    (["--ray", "--ray-address", "ray://host:1"], "is a client's"),
-    (["--ray", "--csv", "c.csv"], "--csv shows one process"),
-    (["--ray", "--percent", "auto"], "--percent auto plans for one process"),
-    (["--ray", "--device", "cuda:1"], "is one GPU of this machine"),
-])
-def test_flags_that_contradict_ray_raise(refuses_flags, more, words):
-    refuses_flags(batch.main, ["-i", "a.jsonl", "-o", "b.jsonl", *more], words)
 
 
 def test_without_ray_the_error_says_what_to_install(words_model, tmp_path, monkeypatch, capsys):

@@ -23,38 +23,32 @@ def greedy(count: int, **body) -> list[dict]:
 
 
 def test_batch_answers_equal_those_of_generate(served, words_model):
+    chat = request("chat", "/v1/chat/completions", max_tokens=2, temperature=0,
+                   messages=[{"role": "user", "content": "w5"}])
     lines = [*greedy(20), request("many", prompt=[[5, 6], [7]], n=2, seed=9, max_tokens=3),
-             request("bad", prompt="w3", tools=[1]), request("url", "/v1/chat/completions",
-                                                             messages=[{"role": "user",
-                                                                        "content": "w4"}])]
-    made = served.batch(lines, metadata={"who": "me"})
-    assert (made.status, made.object, made.endpoint) == ("validating", "batch", "/v1/completions")
-    batch = served.wait(made.id)
+             request("bad", prompt="w3", tools=[1]), chat | {"custom_id": "url"}]
+    created = served.batch(lines, metadata={"who": "me"})
+    assert (created.status, created.object) == ("validating", "batch")
+    batch = served.wait(created.id)
     assert batch.status == "completed" and batch.metadata == {"who": "me"}
     assert (batch.request_counts.total, batch.request_counts.completed,
             batch.request_counts.failed) == (23, 21, 2)
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
-    found = {line["custom_id"]: line["response"]["body"]["choices"]
-             for line in served.lines(batch.output_file_id)}
+    choices = {line["custom_id"]: line["response"]["body"]["choices"]
+               for line in served.lines(batch.output_file_id)}
     with LLM(words_model, dtype="float32", device="cpu") as llm:
         outputs = llm.generate(prompts(20), max_new_tokens=5)
-    assert {name: found[name][0]["text"] for name in found if name != "many"} == {
+    assert {name: choices[name][0]["text"] for name in choices if name != "many"} == {
         f"r{number}": output.text for number, output in enumerate(outputs)}
-    assert len({choice["text"] for choice in found["many"]}) == 4
+    assert len({choice["text"] for choice in choices["many"]}) == 4
     errors = {line["custom_id"]: line["response"]["body"]["error"]
               for line in served.lines(batch.error_file_id)}
-    assert errors["bad"]["param"] == "tools"
-    assert errors["url"]["code"] == "invalid_url"
+    assert (errors["bad"]["param"], errors["url"]["code"]) == ("tools", "invalid_url")
     kinds = {file.id: file.purpose for file in served.openai.files.list()}
-    assert kinds[batch.output_file_id] == kinds[batch.error_file_id] == "batch_output"
-    assert kinds[batch.input_file_id] == "batch"
-
-
-def test_chats_of_a_batch_have_messages(served):
-    batch = served.batch([request("c", "/v1/chat/completions", max_tokens=2, temperature=0,
-                                  messages=[{"role": "user", "content": "w5"}])],
-                         "/v1/chat/completions")
-    (line,) = served.lines(served.wait(batch.id).output_file_id)
+    assert [kinds[id] for id in (batch.input_file_id, batch.output_file_id, batch.error_file_id)
+            ] == ["batch", "batch_output", "batch_output"]
+    batch = served.wait(served.batch([chat], "/v1/chat/completions").id)
+    (line,) = served.lines(batch.output_file_id)
     assert line["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     assert line["response"]["body"]["model"] == "tiny"
 
@@ -107,9 +101,9 @@ def test_invalid_input_fails_the_batch(served, lines, code):
 
 
 @pytest.mark.parametrize("changes, param", [
-    ({"endpoint": "/v1/embeddings"}, "endpoint"), ({"completion_window": "soon"},
-                                                   "completion_window"),
-    ({"input_file_id": "file-none"}, "input_file_id"), ({"metadata": {"a": 1}}, "metadata"),
+    ({"endpoint": "/v1/embeddings"}, "endpoint"), ({"metadata": {"a": 1}}, "metadata"),
+    ({"completion_window": "soon"}, "completion_window"),
+    ({"input_file_id": "file-none"}, "input_file_id"),
     ({"output_expires_after": {"seconds": 1}}, "output_expires_after")])
 def test_invalid_batches_are_refused(served, changes, param):
     fields = {"input_file_id": served.upload([request("a", prompt="w3")]),
@@ -146,12 +140,12 @@ def test_a_cancelled_batch_keeps_its_answers(served):
     assert served.openai.files.delete(batch.input_file_id).deleted
 
 
-def test_an_expired_batch_keeps_its_answers(served, monkeypatch):
+def test_an_expired_batch_has_errors(served, monkeypatch):
     monkeypatch.setattr("flexgen_h2o.serving.api._SECONDS", {"m": 0})
-    made = served.http.post("/v1/batches", json={
+    batch = served.http.post("/v1/batches", json={
         "input_file_id": served.upload(greedy(9)), "endpoint": "/v1/completions",
         "completion_window": "1m"}).json()
-    ended = served.wait(made["id"])
+    ended = served.wait(batch["id"])
     assert ended.status == "expired" and ended.expired_at
     assert {line["error"]["code"] for line in served.lines(ended.error_file_id)} == {
         "batch_expired"}

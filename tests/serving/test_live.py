@@ -10,9 +10,10 @@ import time
 import openai
 import pytest
 from helpers.servers import DEADLINE, flags, request, serving
+from helpers.tiny_tokenizers import tiny_tokenizer
 
 from flexgen_h2o import LLM
-from flexgen_h2o.engine.detokenization import without_beginning
+from flexgen_h2o.engine.detokenization import ReasoningParser, without_beginning
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.requests.request import Defaults, parse_request
 from flexgen_h2o.requests.tokenizing import TokenizedRequest
@@ -177,38 +178,23 @@ def test_health_and_metrics(served):
     assert values[f"vllm:num_requests_running{name}"] == "0.0"
 
 
-class Marks:
-    """A `ReasoningParser` with the marks <think> as text."""
-
-    detokenizer, has_hidden_marks = None, False
-
-    def before(self, prompt):
-        return ""
-
-    def split(self, output):
-        from flexgen_h2o.engine.detokenization import ReasoningParser
-        content, reasoning = ReasoningParser.split_beginning(self, output.text, "")
-        return content, reasoning or None
-
-    def split_beginning(self, text, before):
-        from flexgen_h2o.engine.detokenization import ReasoningParser
-        return ReasoningParser.split_beginning(self, text, before)
-
-
 @pytest.mark.parametrize("text, want", [
-    ("<think> why? </think> so it is", (" so it is".strip(), "why?")),
+    ("<think> why? </think> so it is", ("so it is", "why?")),
     ("<think>not ended ", ("", "not ended")), ("<thin>k", ("<thin>k", "")),
     ("plain <think>", ("plain <think>", "")), ("one STOP two", ("one ", "")),
     ("one STO", ("one STO", ""))])
 def test_streams_split_reasoning_and_stop(text, want):
     body = {"messages": [{"role": "user", "content": "x"}], "stop": "STOP"}
     chat = parse_request("/v1/chat/completions", body, "a", Defaults({"m"}, 99))
+    tokenizer = tiny_tokenizer("byte-level")
+    output = Output(None, [1], tokenizer(text)["input_ids"], text, "stop")
 
     async def parts() -> list[dict]:
-        live = LiveRequest(TokenizedRequest(0, chat, [[1]], [99]), "m", Marks(), Metrics("m"))
+        live = LiveRequest(TokenizedRequest(0, chat, [[1]], [99]), "m",
+                           ReasoningParser(tokenizer), Metrics("m"))
         for character in text:
             live.add_text(0, character, False)
-        live.add_output(live.request, 0, Output(None, [1], [2], text, "stop"))
+        live.add_output(live.request, 0, output)
         return [json.loads(event[6:]) async for event in
                 live.events(StreamOptions({"stream": True})) if event[6:12] != b"[DONE]"]
 

@@ -21,6 +21,8 @@ from helpers.subprocesses import environment
 
 from flexgen_h2o import LLM
 from flexgen_h2o.commands import serve
+from flexgen_h2o.errors import NonFiniteLogits, UserError
+from flexgen_h2o.request_session import RequestSession
 from flexgen_h2o.requests.results import ResultsFile
 from flexgen_h2o.serving.server import Server
 from flexgen_h2o.serving.store import Batch, Counts, File, Store, StoreError, new_id
@@ -182,7 +184,6 @@ def test_batches_go_on_when_the_disk_has_space_again(words_model, tmp_path, monk
 
     def add_if_space(file, lines):
         if full and full.pop():
-            from flexgen_h2o.errors import UserError
             raise UserError("cannot write: No space left on device")
         add(file, lines)
 
@@ -196,25 +197,25 @@ def test_a_full_disk_is_an_answer(served, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shutil, "copyfileobj", full)
-    answer = served.http.post("/v1/files", data={"purpose": "batch"}, files={"file": b"x"})
-    assert answer.status_code == 507 and "No space left" in answer.json()["error"]["message"]
-    monkeypatch.undo()
-    monkeypatch.setattr(os, "fsync", full)
-    answer = served.http.post("/v1/files", data={"purpose": "batch"}, files={"file": b"x"})
-    assert answer.status_code == 507
-    monkeypatch.undo()
+    for owner, name in ((shutil, "copyfileobj"), (os, "fsync")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            answer = served.http.post("/v1/files", data={"purpose": "batch"}, files={"file": b"x"})
+        assert answer.status_code == 507 and "No space left" in answer.json()["error"]["message"]
     assert served.http.get("/health").status_code == 200
     served.upload(lines_of(1))
 
 
-def test_errors_of_the_engine_do_not_end_the_server(words_model, tmp_path, monkeypatch):
-    from flexgen_h2o.request_session import RequestSession
-
-    step, errors = RequestSession.step, [RuntimeError("lost")]
+@pytest.mark.parametrize("error", [RuntimeError("lost"), NonFiniteLogits("prompt 3", 3)])
+def test_errors_of_the_engine_do_not_end_the_server(words_model, tmp_path, monkeypatch, error):
+    """A request whose logits are not finite fails alone; after other errors all run again."""
+    step, errors = RequestSession.step, [error]
 
     def failing(session):
-        if errors and len(session._requests) > 1:
+        if errors and len(session._requests) > 5:
+            if isinstance(error, NonFiniteLogits):
+                error.key = sorted(session._requests)[3]
+                session.abort(error.key)
             raise errors.pop()
         return step(session)
 
@@ -222,45 +223,32 @@ def test_errors_of_the_engine_do_not_end_the_server(words_model, tmp_path, monke
     with serving(flags(words_model, tmp_path)) as served:
         monkeypatch.setattr(RequestSession, "step", failing)
         batch = served.wait(served.batch(lines_of(20)).id)
-        assert batch.request_counts.completed == 20 and not errors
-        assert served.http.get("/health").status_code == 200
-
-
-def test_a_request_that_cannot_go_on_fails_alone(words_model, tmp_path, monkeypatch):
-    from flexgen_h2o.errors import NonFiniteLogits
-    from flexgen_h2o.request_session import RequestSession
-
-    step, bad = RequestSession.step, []
-
-    def failing(session):
-        if len(session._requests) > 5 and not bad:
-            bad.append(sorted(session._requests)[3])
-            session.abort(bad[0])
-            raise NonFiniteLogits("prompt 3", bad[0])
-        return step(session)
-
-    with serving(flags(words_model, tmp_path)) as served:
-        monkeypatch.setattr(RequestSession, "step", failing)
-        batch = served.wait(served.batch(lines_of(20)).id)
-        assert (batch.request_counts.completed, batch.request_counts.failed) == (19, 1)
-        (line,) = served.lines(batch.error_file_id)
-        assert line["response"]["body"]["error"]["code"] == "logits_not_finite"
+        failed = int(isinstance(error, NonFiniteLogits))
+        assert batch.request_counts.failed == failed == 20 - batch.request_counts.completed
+        if failed:
+            (line,) = served.lines(batch.error_file_id)
+            assert line["response"]["body"]["error"]["code"] == "logits_not_finite"
+        assert not errors and served.http.get("/health").status_code == 200
 
 
 # --- the data directory
 
 
-def test_a_second_server_on_a_folder_is_refused(tmp_path):
-    store = Store(str(tmp_path))
-    try:
-        assert "in use by another server" in refused(lambda: Store(str(tmp_path)), "--data-dir")
-    finally:
-        store.close()
-    Store(str(tmp_path)).close()
+def test_a_second_server_is_refused(words_model, tmp_path, capsys):
+    argv = flags(words_model, tmp_path / "one")
+    with serving(argv) as served:
+        refused(lambda: Store(str(tmp_path / "one")), "--data-dir", "in use by another server")
+        argv[argv.index("--port") + 1] = served.url.rpartition(":")[2]
+        argv[argv.index("--data-dir") + 1] = str(tmp_path / "two")
+        assert serve.main(argv) == 2
+        assert "cannot listen on" in capsys.readouterr().err
+    Store(str(tmp_path / "one")).close()
 
 
-@pytest.mark.parametrize("damage", ["bytes", "page", "record"])
-def test_a_damaged_database_is_refused(tmp_path, damage):
+@pytest.mark.parametrize(("damage", "words"), [
+    ("bytes", "restore a backup"), ("page", "restore a backup"), ("record", "restore a backup"),
+    ("version", "newer release")])
+def test_a_damaged_database_is_refused(tmp_path, damage, words):
     store = Store(str(tmp_path))
     for _ in range(200):
         path = store.new_upload()
@@ -268,27 +256,19 @@ def test_a_damaged_database_is_refused(tmp_path, damage):
         store.add_upload(path, "x" * 200)
     store.close()
     path = tmp_path / "serve.db"
-    if damage == "record":
-        database = sqlite3.connect(path)
-        database.execute("UPDATE records SET data = '{}' WHERE number = 7")
-        database.commit()
-        database.close()
+    statements = {"record": "UPDATE records SET data = '{}' WHERE number = 7",
+                  "version": "PRAGMA user_version = 1000"}
+    if damage in statements:
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute(statements[damage])
+            database.commit()
     else:
         data = bytearray(path.read_bytes())
         start, length = (0, 100) if damage == "bytes" else (len(data) // 2, 8192)
         data[start:start + length] = random.Random(0).randbytes(length)
         path.write_bytes(data)
-    message = refused(lambda: Store(str(tmp_path)), "is damaged")
-    assert "restore a backup" in message
+    refused(lambda: Store(str(tmp_path)), words)
     assert len(list((tmp_path / "files").iterdir())) == 200
-
-
-def test_a_database_of_a_newer_release_is_refused(tmp_path):
-    Store(str(tmp_path)).close()
-    database = sqlite3.connect(tmp_path / "serve.db")
-    database.execute("PRAGMA user_version = 1000")
-    database.close()
-    assert "newer release" in refused(lambda: Store(str(tmp_path)), "serve.db")
 
 
 def test_partial_uploads_are_removed(tmp_path):
@@ -322,11 +302,3 @@ def test_a_full_database_changes_nothing(tmp_path):
         store.add_batch(batch)
     assert store.page(Batch) == ([], False) and store.get(File, file.id) == file
     store.close()
-
-
-def test_ports_in_use_are_refused(words_model, tmp_path, capsys):
-    with serving(flags(words_model, tmp_path / "one")) as served:
-        argv = flags(words_model, tmp_path / "two")
-        argv[argv.index("--port") + 1] = served.url.rpartition(":")[2]
-        assert serve.main(argv) == 2
-        assert "cannot listen on" in capsys.readouterr().err
