@@ -74,8 +74,8 @@ def test_each_flag_is_explained_in_a_written_page(flag_page):
     known = {command: set(flag_page.flags(command)) for command in flag_page.COMMANDS}
     known["the program"] = {"--version", "--print-completion"}
     assert known["generate"] == {
-        each for each in parser.build_parser()._option_string_actions
-        if each.startswith("--")} - {"--help", "--help-all", "--version"}
+        flag for flag in parser.build_parser()._option_string_actions
+        if flag.startswith("--")} - {"--help", "--help-all", "--version"}
     assert not {command: missing for command, flags in known.items()
                 if (missing := sorted(flags - named))}
 
@@ -118,7 +118,7 @@ def test_files_of_shown_commands_exist():
 
 
 def test_shown_python_compiles_and_imports():
-    found = 0
+    count = 0
     for page in PAGES:
         for block in re.findall(r"(?:^(?: {4}.*)?\n)+", read(page), re.MULTILINE):
             if "import " not in block or "python " in block:
@@ -126,8 +126,8 @@ def test_shown_python_compiles_and_imports():
             lines = [line[4:] for line in block.splitlines()]
             compile("\n".join(lines), name(page), "exec")
             exec("\n".join(line for line in lines if re.match("(from|import) ", line)), {})
-            found += 1
-    assert found >= 4
+            count += 1
+    assert count >= 4
 
 
 def test_files_of_the_reading_path_exist():
@@ -144,20 +144,20 @@ def test_files_of_the_reading_path_exist():
 
 def documented() -> dict[str, object]:
     """The objects that docs/api.md takes its text from, by their full names."""
-    found = {}
+    objects = {}
     for path in re.findall(r"^::: (\S+)$", read(ROOT / "docs" / "api.md"), re.MULTILINE):
         module, _, attribute = path.rpartition(".")
-        found[path] = getattr(importlib.import_module(module), attribute)
-    return found
+        objects[path] = getattr(importlib.import_module(module), attribute)
+    return objects
 
 
 def test_api_page_lists_all_exports():
-    exported = {getattr(flexgen_h2o, each) for each in flexgen_h2o.__all__} - {
+    exported = {getattr(flexgen_h2o, name) for name in flexgen_h2o.__all__} - {
         flexgen_h2o.__version__}
     assert exported <= set(documented().values())
-    for path, each in documented().items():
-        assert each.__doc__, path
-        assert path == f"{each.__module__}.{each.__qualname__}"  # where its source is
+    for path, api in documented().items():
+        assert api.__doc__, path
+        assert path == f"{api.__module__}.{api.__qualname__}"  # where its source is
 
 
 def test_the_site_lists_every_page_once():

@@ -72,12 +72,12 @@ def short(name: str) -> str:
 @functools.cache
 def modules(root: Path = ROOT) -> dict[str, Path]:
     """Every module below a folder, by its name there; the package's own is `PACKAGE`."""
-    found = {}
+    paths = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
-        found[".".join(parts) or PACKAGE] = path
-    return found
+        paths[".".join(parts) or PACKAGE] = path
+    return paths
 
 
 @functools.cache
@@ -107,9 +107,9 @@ def ours(module: str | None) -> bool:
 @functools.cache
 def edges() -> dict[str, set[str]]:
     """Module to the modules that it imports; __init__ imports nothing when it is imported."""
-    found = modules()
-    return {name: set(imports(path, set(found))) - {name, PACKAGE}
-            for name, path in found.items() if name != PACKAGE}
+    paths = modules()
+    return {name: set(imports(path, set(paths))) - {name, PACKAGE}
+            for name, path in paths.items() if name != PACKAGE}
 
 
 def package(name: str) -> str:
@@ -143,20 +143,20 @@ def test_imports_have_no_cycle():
     for name, path in names.items():
         for node in nodes(path):
             if isinstance(node, ast.ImportFrom):
-                between[name] |= {found for alias in node.names for found in (
-                    f"{node.module}.{alias.name}", node.module) if found in names} - {name}
+                between[name] |= {module for alias in node.names for module in (
+                    f"{node.module}.{alias.name}", node.module) if module in names} - {name}
     graphlib.TopologicalSorter(between).prepare()
 
 
 def test_modules_that_import_by_a_computed_name_are_listed():
-    found = set()
+    dynamic = set()
     for name, path in modules().items():
         for node in nodes(path):
             called = node.func if isinstance(node, ast.Call) else None
             function = getattr(called, "attr", getattr(called, "id", ""))
             if function in ("import_module", "__import__"):
-                found.add(name)
-    assert found == set(DYNAMIC)
+                dynamic.add(name)
+    assert dynamic == set(DYNAMIC)
     assert all(DYNAMIC.values())
 
 

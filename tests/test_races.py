@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 
 import pytest
-from helpers.delays import SEEDS, random_delays
+from helpers.delays import SEEDS, random_delays, run_together
 from helpers.generation import make_prompts, transformers_tokens
 from helpers.servers import flags, request, serving
 from helpers.tiny_tokenizers import with_words
@@ -19,25 +18,6 @@ from flexgen_h2o.storage.tiers import PAGE, Device
 from flexgen_h2o.storage.transfer import Transfers
 
 DISK = Placement(0, 0, 100)
-
-
-def run_together(*works: Callable[[], None]) -> None:
-    """Run functions in threads at once, and raise the first error of one."""
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -123,10 +103,10 @@ def test_server_queues_with_delays(tiny_model, tmp_path, seed):
 
         def batch(number: int) -> None:
             draw = random.Random(f"{seed} {number}")
-            made = served.batch(lines)
+            created = served.batch(lines)
             if draw.random() < 0.5:
-                served.http.post(f"/v1/batches/{made.id}/cancel")
-            ended = served.wait(made.id)
+                served.http.post(f"/v1/batches/{created.id}/cancel")
+            ended = served.wait(created.id)
             assert ended.status in ("completed", "cancelled")
             assert ended.request_counts.total == len(lines)
             for line in served.lines(ended.output_file_id) if ended.output_file_id else []:

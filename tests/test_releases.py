@@ -72,9 +72,9 @@ def test_copies_of_an_earlier_release_are_right(release):
     before = {entry.path for entry in entries()}
     assert {path.parent.name for path in before} == {"converted", "weights"}
     for options in COPIES:
-        found = tokens(**options)
+        generated = tokens(**options)
         fresh = {"weight_cache": None} if "weight_bits" in options else {}
-        assert found == tokens(**{"policy": Policy(), **options, **fresh} if fresh else {})
+        assert generated == tokens(**{"policy": Policy(), **options, **fresh} if fresh else {})
     after = {entry.path for entry in entries()}
     assert after >= before
     assert after == before or release != __version__, "the bytes or the keys of copies have changed"

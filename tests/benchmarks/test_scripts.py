@@ -14,7 +14,6 @@ from helpers.read_back import read_csv
 from helpers.subprocesses import environment
 
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.planning.pipeline import Network
 
 INPUT = ["--input-path", "a.jsonl"]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -37,11 +36,8 @@ def articles(tmp_path) -> str:
 
 
 @pytest.mark.parametrize(("name", "flags", "words"), [
-    ("plots", ["systems", "--csv", "no.csv", "--out", "a.png"], "--csv no.csv"),
-    ("plots", ["systems", "--csv", "no.csv", "--out", "a.txt"], "--out"),
-    ("studies/analyze", [*INPUT, "--output-dir", "out"], "--input-path"),
-    ("studies/analyze", [*INPUT, "--output-dir", "o", "--budgets", "5", "--only", "scores"],
-     "--budgets"),
+    ("plots", ["quality", "--csv", "no.csv", "--out", "a.png"], "--csv no.csv"),
+    ("plots", ["quality", "--csv", "no.csv", "--out", "a.txt"], "--out"),
     ("studies/quality", [*INPUT, "--budgets", "101"], "--budgets"),
     ("studies/quality", [*INPUT, "--csv", "./a.jsonl"], "same file"),
     ("studies/recall_replay", ["--gen-len", "1"], "--gen-len"),
@@ -56,18 +52,6 @@ def test_bad_flags_are_refused(refuses_flags, monkeypatch, load, name, flags, wo
         return exit_status(main)
 
     refuses_flags(run, flags, words)
-
-
-def test_analyze(load, articles, words_model, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert load("studies/analyze").main([
-        "--input-path", articles, "--model-name", words_model, "--device", "cpu", "--articles", "2",
-        "--min-tokens", "20", "--max-tokens", "41", "--output-dir", str(out), "--budgets", "50",
-        "20", "--evict", "10", "100"]) == 0
-    files = {path.name for path in out.iterdir()}
-    assert files > {"misses.png", "sparsity.csv"} and len(files) == 7
-    assert len(read_csv(out / "sparsity.csv")) == 3 * 6, "layers, heads"
-    assert capsys.readouterr().err == ""
 
 
 def test_quality(load, articles, words_model, tmp_path):
@@ -143,22 +127,11 @@ def test_check_quality_fails_on_an_exceeded_bound(articles, words_model, tmp_pat
     assert "cache-4" in capsys.readouterr().err
 
 
-def test_machines_simulates_both_ways_to_use_a_cluster(load):
-    bench = load("studies/machines")
-    rows = list(bench.simulated_rows([bench.Cluster("t4", 2, Network(1e9, 1e-4))],
-                                     models=("opt-1.3b",), prompts=(8,), lengths=(64, 16)))
-    assert [row["way"] for row in rows] == ["pipeline", "replicas"] * 2
-    assert [row["wins"] for row in rows].count("true") == 2
-
-
-@pytest.mark.parametrize("flags", [
-    ["systems", "--csv", "epyc-avx512bf16/compare_cpu.csv"],
-    ["quality", "--csv", "quality/quality.csv", "quality/quality_options.csv"]],
-    ids=lambda flags: flags[0])
-def test_plots_of_the_kept_results(tmp_path, monkeypatch, flags):
-    monkeypatch.chdir(RESULTS)
+def test_plots_of_the_kept_results(tmp_path, monkeypatch):
+    monkeypatch.chdir(RESULTS / "quality")
     with benchmark_modules("plots") as modules:
-        modules.plots.main([*flags, "--out", str(tmp_path / "figure.svg")])
+        modules.plots.main(["quality", "--csv", "quality.csv", "quality_options.csv", "--out",
+                            str(tmp_path / "figure.svg")])
     assert (tmp_path / "figure.svg").read_bytes().startswith(b"<?xml")
 
 

@@ -159,7 +159,7 @@ REFUSED = {
         ({"recall": True}, "--recall has no effect on the full cache"),
         ({"hh_ratio": 0.1, "index_bits": 2}, "--index-bits has no effect: add --recall"),
         ({"hh_ratio": 0.1, "recall": True, "hot_set": 0.5}, "--hot-set has no effect"),
-        ({"hh_ratio": 0.1, "selective_fetch": True}, "--selective-fetch has no effect: add --recall"),
+        ({"hh_ratio": 0.1, "selective_fetch": True}, "no effect: add --recall"),
         ({"hh_ratio": 0.1, "recall": True, "selective_fetch": True}, "on a cache in memory"),
         ({"hh_ratio": 0.1, "recall": True, "score": "mean"}, "leave --score out"),
         ({"hh_ratio": 0.1, "recall": True, "eviction": "window"}, "leave --eviction window out"),

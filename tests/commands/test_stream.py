@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from flexgen_h2o.conversation import Stream
 from helpers.batch_jobs import write_lines
 from helpers.fake_llm import run_stats
 from helpers.read_back import read_csv, read_jsonl
@@ -22,6 +21,7 @@ from flexgen_h2o.commands.stream import Printer
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Turn
+from flexgen_h2o.streaming_session import StreamingSession
 
 LETTERS = "\n" + "".join(map(chr, [*range(32, 127), *range(224, 248)]))
 TEMPLATE = ("{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}"
@@ -194,7 +194,7 @@ def test_capacity_and_sampling_reach_the_stream(talk, monkeypatch, flags, option
         calls.append(sampling)
         raise UserError("stopped")
 
-    monkeypatch.setattr(Stream, "generate", generate)
+    monkeypatch.setattr(StreamingSession, "generate", generate)
     open_stream = LLM.stream
     monkeypatch.setattr(LLM, "stream", lambda llm, **given: (
         calls.append(given), open_stream(llm, **given))[1])

@@ -11,17 +11,17 @@ NAMES = [*JOBS] if selection.every_case else ["generate", "batch", "serve"]
 
 
 @pytest.fixture(scope="module")
-def found(shim, words, tmp_path_factory) -> list[dict]:
-    """What has become of all jobs, for a sample of the points."""
-    return list(sweep(shim, NAMES, words, tmp_path_factory.mktemp("jobs"),
+def results(shim, words_model, tmp_path_factory) -> list[dict]:
+    """The results of all jobs, for a sample of the points."""
+    return list(sweep(shim, NAMES, words_model, tmp_path_factory.mktemp("jobs"),
                       points=3 if selection.every_case else 1,
                       step=1 if selection.every_case else 4))
 
 
 @pytest.mark.parametrize("job", NAMES)
-def test_a_fault_is_one_line_or_changes_nothing(found, job):
+def test_a_fault_is_one_line_or_changes_nothing(results, job):
     """Nothing hangs, is left behind or is lost, and the same command then runs to its end."""
-    points = [point for point in found if point["job"] == job]
-    bugs = [f"{point['fault']} {point['number']}: {point['said']}" for point in points
+    points = [point for point in results if point["job"] == job]
+    bugs = [f"{point['fault']} {point['number']}: {point['message']}" for point in points
             if point["outcome"] == "bug"]
     assert points and not bugs, "\n\n".join(bugs)

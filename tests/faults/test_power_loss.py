@@ -103,21 +103,21 @@ class StoreCase:
         mark(f"deleting {gone}")
         store.delete_file(gone)
         mark(f"deleted {gone}")
-        made = Batch(id=new_id("batch_"), endpoint="/v1/completions", model="m",
+        created = Batch(id=new_id("batch_"), endpoint="/v1/completions", model="m",
                      input_file_id=kept, completion_window="24h", created_at=1, expires_at=2,
                      output_file_id=new_id("file-"), error_file_id=new_id("file-"),
                      request_counts=Counts())
-        store.add_batch(made)
-        mark(f"batch {made.id} validating")
-        with ResultsFile("--output", store.path(made.output_file_id)) as file:
-            store.update_batch(made.id, status="in_progress")
-            mark(f"batch {made.id} in_progress")
+        store.add_batch(created)
+        mark(f"batch {created.id} validating")
+        with ResultsFile("--output", store.path(created.output_file_id)) as file:
+            store.update_batch(created.id, status="in_progress")
+            mark(f"batch {created.id} in_progress")
             for number in range(2):
                 line = json.dumps({"id": f"batch_req_{number:016x}", "text": "x" * 5000})
                 file.add([line.encode()])
-                mark(f"line {made.output_file_id} {line}")
-        store.finish_batch(made, "completed")
-        mark(f"batch {made.id} completed")
+                mark(f"line {created.output_file_id} {line}")
+        store.finish_batch(created, "completed")
+        mark(f"batch {created.id} completed")
         store.close()
 
     @staticmethod
@@ -141,8 +141,8 @@ class StoreCase:
             elif kind == "deleted":
                 assert store.get(File, name) is None and not os.path.exists(store.path(name))
             elif kind == "batch":
-                found = store.get(Batch, name)
-                assert order.index(found.status) >= order.index(rest[0])
+                record = store.get(Batch, name)
+                assert order.index(record.status) >= order.index(rest[0])
             elif kind == "line":
                 assert rest[0] in Path(store.path(name)).read_text().split("\n")
         for file in store.page(File)[0]:
@@ -217,12 +217,12 @@ def record(case: str, source: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_power_loss_loses_nothing_acknowledged(shim, words, tmp_path, case):
+def test_a_power_loss_loses_nothing_acknowledged(shim, words_model, tmp_path, case):
     """After each change of each job, for unsynchronized pages that are dropped or reordered."""
     source, root = tmp_path / "source", tmp_path / "job"
     for folder in (source, root):
         folder.mkdir()
-    shutil.copytree(words, source / "words")
+    shutil.copytree(words_model, source / "words")
     here, repository = Path(__file__).parent, Path(__file__).parents[2]
     subprocess.run(
         [sys.executable, "-c", "import sys, test_power_loss; test_power_loss.record(*sys.argv[1:])",

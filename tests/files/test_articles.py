@@ -6,6 +6,7 @@ import json
 
 import pytest
 from articles import read_articles, select_articles, split_halves
+from helpers.batch_jobs import write_lines
 from helpers.error_cases import refused
 
 from flexgen_h2o.files.articles import (
@@ -22,15 +23,9 @@ def wrapped(text: str) -> str:
     return f"###\nArticle: {text}\n\nSummarize the above article in 1 sentence.\n"
 
 
-def write(path, *records: dict) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return str(path)
-
-
 def test_articles_are_read_without_their_prompt(tmp_path):
-    path = write(tmp_path / "a.jsonl", {"article": wrapped("One.\u2028Two.")}, {"article": "Bare"})
-    with open(path, "a", encoding="utf-8") as file:
-        file.write("\n\n")
+    path = write_lines(tmp_path / "a.jsonl", [{"article": wrapped("One.\u2028Two.")},
+                                            {"article": "Bare"}, "\n\n"])
     assert read_articles(path) == ["One.\u2028Two.", "Bare"]
     assert strip_prompt("Article: stays. Summarize it.") == "Article: stays. Summarize it."
 
@@ -38,8 +33,8 @@ def test_articles_are_read_without_their_prompt(tmp_path):
 def test_summary_tasks_have_prompt_reference_and_limits(tmp_path):
     task = {"article": wrapped("Text one. It goes on."), "summary_gt": "s", "stop": ["###"],
             "max_tokens": 8}
-    path = write(tmp_path / "a.jsonl", task, {"article": " A b. C ", "summary_gt": "s"},
-                 {**task, "stop": "x", "max_tokens": 3})
+    path = write_lines(tmp_path / "a.jsonl", [task, {"article": " A b. C ", "summary_gt": "s"},
+                                              {**task, "stop": "x", "max_tokens": 3}])
     tasks = read_summary_tasks(path)
     assert tasks[0] == Article(task["article"], "s", ("###",), 8)
     assert tasks[0].lead == "Text one."
@@ -49,8 +44,8 @@ def test_summary_tasks_have_prompt_reference_and_limits(tmp_path):
 
 
 def test_conversations_have_turns(tmp_path):
-    path = write(tmp_path / "a.jsonl", {"question_id": 81, "turns": ["Hi.", "And?"]},
-                 {"question_id": "b", "turns": ["Bye \u2028 now."]})
+    path = write_lines(tmp_path / "a.jsonl", [{"question_id": 81, "turns": ["Hi.", "And?"]},
+                                              {"question_id": "b", "turns": ["Bye \u2028 now."]}])
     assert read_conversations(path) == [
         [Turn(81, 1, "Hi."), Turn(81, 2, "And?")], [Turn("b", 1, "Bye \u2028 now.")]]
 
@@ -59,16 +54,14 @@ GOOD = b'{"article": "a", "summary_gt": "b", "turns": ["c"]}\n'
 
 
 @pytest.mark.parametrize(("read", "content", "words"), [
-    (read_articles, b"", "holds no articles"),
-    (read_articles, b"\xff\xfe", "is not UTF-8"),
+    (read_articles, b"", "holds no articles"), (read_articles, b"\xff\xfe", "is not UTF-8"),
     (read_articles, GOOD + b'{"article": \n', "line 2 is not JSON"),
     (read_articles, GOOD + b'\n{"text": "b"}\n', "line 3 has no text under the key `article`"),
     (read_articles, json.dumps({"article": wrapped("")}).encode(), "line 1 has no text"),
     (read_summary_tasks, GOOD + b"{", "line 2 is not JSON"),
     (read_summary_tasks, GOOD + b'{"article": "a"}', "line 2 has no text under the key `summary"),
-    (read_summary_tasks, b'{"article": "a", "summary_gt": "b", "stop": [1]}', "line 1: `stop`"),
-    (read_summary_tasks, b'{"article": "a", "summary_gt": "b", "max_tokens": true}',
-     "line 1: `max_tokens`"),
+    (read_summary_tasks, b'{"article": "a", "summary_gt": "b", "stop": [1]}', "`stop`"),
+    (read_summary_tasks, b'{"article": "a", "summary_gt": "b", "max_tokens": true}', "max_"),
     (read_conversations, b"\n \n", "holds no conversations"),
     (read_conversations, GOOD + b"\n" + GOOD, "line 2 is blank"),
     (read_conversations, b'{"turns": ["a", " "]}\n', "line 1 has no list of texts"),

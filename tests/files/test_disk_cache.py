@@ -42,7 +42,7 @@ def copy(paths: list[Path], keep: CacheFolder, title: str = "title") -> Path:
         b"|".join(path.read_bytes() for path in paths)), cache=keep)
 
 
-# The few bytes that are sampled here are alike in most of these.
+# In most of these, the few sampled bytes are equal.
 CONTENT = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=20, max_size=22).map(bytes)
 
 
@@ -53,14 +53,14 @@ def test_copies_are_keyed_by_content(sources):
     with tempfile.TemporaryDirectory() as name, mock.patch.multiple(
             source_files, _SAMPLES=2, _SAMPLE_BYTES=2, _PART_BYTES=7, _BLOCK_BYTES=3):
         root = Path(name)
-        keep, made = CacheFolder(root / "kept", ""), set()
+        cache, folders = CacheFolder(root / "kept", ""), set()
         for number, contents in enumerate(sources):
             paths = put(root / str(number), *contents)
             for _ in range(2):
-                folder = copy(paths, keep, f"title{number}")
+                folder = copy(paths, cache, f"title{number}")
                 assert (folder / "data").read_bytes() == b"|".join(contents)
-            made.add(folder)
-        assert len(made) == len({tuple(contents) for contents in sources})
+            folders.add(folder)
+        assert len(folders) == len({tuple(contents) for contents in sources})
 
 
 def test_a_place_is_hashed_once(cache, tmp_path, monkeypatch):

@@ -56,8 +56,8 @@ class Page:
     def find(self, selector: str, text: str = "") -> WebElement:
         """Wait for a visible element that contains a text."""
         return self.wait(lambda driver: next(
-            (each for each in driver.find_elements(By.CSS_SELECTOR, selector)
-             if each.is_displayed() and text in each.text), None),
+            (element for element in driver.find_elements(By.CSS_SELECTOR, selector)
+             if element.is_displayed() and text in element.text), None),
             f"there is no {selector} with {text!r}")
 
     def upload(self, path: Path, lines: list) -> None:

@@ -1,4 +1,4 @@
-"""Random delays where threads meet, drawn by seed."""
+"""Threads at once, and random delays where they meet, drawn by seed."""
 
 from __future__ import annotations
 
@@ -59,3 +59,22 @@ def random_delays(seed: int) -> Iterator[None]:
         sys.setswitchinterval(interval / 100)
         stack.callback(sys.setswitchinterval, interval)
         yield
+
+
+def run_together(*works: Callable[[], None]) -> None:
+    """Run functions in threads at once, and raise the first error of one."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

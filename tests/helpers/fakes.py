@@ -1,4 +1,4 @@
-"""A pretend GPU: memory that compute can't share with the host, and copies as late as allowed."""
+"""A fake GPU: memory that compute can't share with the host, and copies as late as allowed."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Job:
     def check(self, refusal: str | None) -> None:
         """Check the files after `work`, with what it has returned."""
         if refusal is None:
-            assert (found := self.results()) == self.expected, (found, self.expected)
+            assert (results := self.results()) == self.expected, (results, self.expected)
 
     def again(self) -> None:
         """Run the job once more, and check its results."""
@@ -109,9 +109,9 @@ class Job:
         """
         if not removed and (offload := self.folder / "offload").exists():
             RunFolder(offload).close()
-        found = [path for path in self.folder.rglob("*") if path.name.startswith(RUN_PREFIX)
+        paths = [path for path in self.folder.rglob("*") if path.name.startswith(RUN_PREFIX)
                  or removed and path.suffix in (".tmp", ".part")]
-        return [str(path.relative_to(self.folder)) for path in found]
+        return [str(path.relative_to(self.folder)) for path in paths]
 
 
 class Generate(Job):
@@ -153,8 +153,8 @@ class Gguf(Job):
         if not (source := Path(self.model, "tiny.gguf")).exists():
             from helpers import gguf_cases
 
-            _, made = gguf_cases.make("llama", source.parent / "gguf")
-            shutil.copyfile(made, source)
+            _, path = gguf_cases.make("llama", source.parent / "gguf")
+            shutil.copyfile(path, source)
             shutil.rmtree(source.parent / "gguf")
 
     def work(self) -> str | None:
@@ -179,11 +179,11 @@ def request(number: int, **body: Any) -> dict[str, Any]:
 
 def texts(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the status and the text of each line; no id is there twice."""
-    found = {line["custom_id"]: [line["response"]["status_code"],
+    by_id = {line["custom_id"]: [line["response"]["status_code"],
                                  line["response"]["body"].get("choices", [{}])[0].get("text")]
              for line in lines}
-    assert len(found) == len(lines), sorted(line["custom_id"] for line in lines)
-    return found
+    assert len(by_id) == len(lines), sorted(line["custom_id"] for line in lines)
+    return by_id
 
 
 class Batch(Job):

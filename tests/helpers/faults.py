@@ -104,7 +104,7 @@ class Shim:
         return self._library.faults_count(KINDS.index(kind))
 
     @property
-    def made(self) -> int:
+    def failed(self) -> int:
         """How many calls have failed."""
         return self._library.faults_made()
 
@@ -140,7 +140,7 @@ def sweep(shim: Path, jobs: Sequence[str], model: str, root: Path, *, points: in
     ------
     dict
         For each point: job; fault; number, which counts calls; calls, of a run without a fault;
-        outcome ("completed", "refused", "not reached" or "bug"); said, which is the message or what
+        outcome ("completed", "refused", "not reached" or "bug"); message, which says what
         is wrong.
     """
     request = {"jobs": jobs, "model": model, "root": str(root), "points": points,
@@ -160,7 +160,7 @@ def sweep(shim: Path, jobs: Sequence[str], model: str, root: Path, *, points: in
 # The process that forks, and its children
 
 
-def _fork_each(request: dict[str, Any]) -> None:
+def _fork_points(request: dict[str, Any]) -> None:
     """Run the points of jobs, and print a line of JSON for each."""
     import torch
 
@@ -179,21 +179,21 @@ def _fork_each(request: dict[str, Any]) -> None:
         gc.freeze()
         faults = [fault for number, fault in enumerate(FAULTS)
                   if (number + place) % request["step"] == 0]
-        for found in _points(job, root, shim, faults, request["points"]):
-            print(json.dumps({"job": name, **found}), flush=True)
+        for result in _points(job, root, shim, faults, request["points"]):
+            print(json.dumps({"job": name, **result}), flush=True)
 
 
 def _points(job: Any, root: Path, shim: Shim, faults: Sequence[Fault], points: int | None
             ) -> Iterator[dict[str, Any]]:
-    """Yield what has become of each point of a job."""
+    """Yield the result of each point of a job."""
     clean = _in_child(job, root, lambda: _clean(job, shim))
     if clean["outcome"] != "completed":
-        raise RuntimeError(clean["said"])
+        raise RuntimeError(clean["message"])
     for place, fault in enumerate(faults):
         calls = clean["counts"][fault.kind]
         for number in _numbers(calls, points, len(root.name) + place):
-            found = _in_child(job, root, lambda f=fault, n=number: _attempt(job, shim, f, n))
-            yield {"fault": fault.name, "calls": calls, "number": number, **found}
+            result = _in_child(job, root, lambda f=fault, n=number: _attempt(job, shim, f, n))
+            yield {"fault": fault.name, "calls": calls, "number": number, **result}
 
 
 def _numbers(count: int, points: int | None, first: int) -> list[int]:
@@ -206,8 +206,8 @@ def _numbers(count: int, points: int | None, first: int) -> list[int]:
 
 def _in_child(job: Any, root: Path, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what `work` returns in a forked child, which has the job's files in a new folder."""
-    report, said = root / "report", root / "said"
-    for path in (report, said):
+    report, log = root / "report", root / "log"
+    for path in (report, log):
         path.unlink(missing_ok=True)
     shutil.rmtree(job.folder, ignore_errors=True)
     job.folder.mkdir()
@@ -215,23 +215,23 @@ def _in_child(job: Any, root: Path, work: Callable[[], dict[str, Any]]) -> dict[
     child = os.fork()
     if child == 0:
         signal.alarm(HANG)  # ends a hang, wherever it is
-        file = os.open(said, os.O_WRONLY | os.O_CREAT)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, 1)
         os.dup2(file, 2)
         faulthandler.dump_traceback_later(HANG - 5, file=file)
         try:
-            found = work()
+            result = work()
         except BaseException:
-            found = {"outcome": "bug", "said": traceback.format_exc()}
-        report.write_text(json.dumps(found))
+            result = {"outcome": "bug", "message": traceback.format_exc()}
+        report.write_text(json.dumps(result))
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    text = said.read_text()[-6000:]
+    text = log.read_text()[-6000:]
     if status == 0:
-        found = json.loads(report.read_text())
-        return {"outcome": "bug", "said": text} if "Traceback" in text else found
+        result = json.loads(report.read_text())
+        return {"outcome": "bug", "message": text} if "Traceback" in text else result
     end = "a hang" if status == -signal.SIGALRM else f"exit status {status}"
-    return {"outcome": "bug", "said": f"{end}\n{text}"}
+    return {"outcome": "bug", "message": f"{end}\n{text}"}
 
 
 def _clean(job: Any, shim: Shim) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _clean(job: Any, shim: Shim) -> dict[str, Any]:
     shim.watch(None)
     assert refusal is None, refusal
     assert job.left() == [], job.left()
-    return {"outcome": "completed", "said": "", "counts": counts}
+    return {"outcome": "completed", "message": "", "counts": counts}
 
 
 def _attempt(job: Any, shim: Shim, fault: Fault, number: int) -> dict[str, Any]:
@@ -251,12 +251,12 @@ def _attempt(job: Any, shim: Shim, fault: Fault, number: int) -> dict[str, Any]:
     shim.watch(job.folder.parent)
     shim.arm(fault, number)
     refusal = job.work()
-    made = shim.made
+    failed = shim.failed
     shim.disarm()
     shim.watch(None)
     job.check(refusal)
-    if not made and refusal is None:
-        return {"outcome": "not reached", "said": ""}
+    if not failed and refusal is None:
+        return {"outcome": "not reached", "message": ""}
     if fault.kind not in ("open", "change"):  # files cannot be removed then, until the next run
         assert job.left() == [], f"left behind by {refusal!r}: {job.left()}"
     gc.collect()
@@ -264,7 +264,7 @@ def _attempt(job: Any, shim: Shim, fault: Fault, number: int) -> dict[str, Any]:
     assert after == before, f"{refusal!r}: held {after}, before {before}"
     job.again()
     assert (left := job.left(removed=fault.kind not in ("open", "change"))) == [], left
-    return {"outcome": "completed" if refusal is None else "refused", "said": refusal or ""}
+    return {"outcome": "completed" if refusal is None else "refused", "message": refusal or ""}
 
 
 def _held() -> dict[str, Any]:
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        _fork_each(json.loads(options.child))
+        _fork_points(json.loads(options.child))
         return
     from helpers.fault_jobs import JOBS, make_model
 
@@ -301,11 +301,11 @@ def main() -> None:
             raise SystemExit("this needs Linux and a C compiler")
         model, root = make_model(Path(folder)), Path(folder, "jobs")
         root.mkdir()
-        for found in sweep(shim, options.jobs or [*JOBS], model, root, points=options.points):
-            row = rows.setdefault((found["job"], found["fault"]), Counter(calls=found["calls"]))
-            row.update(("points", found["outcome"]))
-            if found["outcome"] == "bug":
-                print("{job}, {fault} {number}:\n{said}".format(**found), file=sys.stderr)
+        for result in sweep(shim, options.jobs or [*JOBS], model, root, points=options.points):
+            row = rows.setdefault((result["job"], result["fault"]), Counter(calls=result["calls"]))
+            row.update(("points", result["outcome"]))
+            if result["outcome"] == "bug":
+                print("{job}, {fault} {number}:\n{message}".format(**result), file=sys.stderr)
             _write(options.csv, rows)
 
 

@@ -63,26 +63,26 @@ SHAPES = {
 
 def damaged(rng: random.Random, raw: bytes) -> bytes:
     """Return the bytes with some changed, deleted, repeated or inserted."""
-    found = bytearray(raw)
+    data = bytearray(raw)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
-        place = rng.randrange(len(found) + 1)
+        place = rng.randrange(len(data) + 1)
         kind = rng.randrange(6)
         if kind == 0:
-            found[place : place + 1] = bytes([rng.randrange(256)])
+            data[place : place + 1] = bytes([rng.randrange(256)])
         elif kind == 1:
             number = rng.choice(NUMBERS)
             size = rng.choice((4, 8))
-            found[place : place + size] = struct.pack("<Q", number)[:size]
+            data[place : place + size] = struct.pack("<Q", number)[:size]
         elif kind == 2:
-            del found[place : place + rng.choice((1, 4, 8, 64))]
+            del data[place : place + rng.choice((1, 4, 8, 64))]
         elif kind == 3:
-            found[place:place] = found[place : place + rng.choice((1, 8, 64))]
+            data[place:place] = data[place : place + rng.choice((1, 8, 64))]
         elif kind == 4:
-            del found[place:]
+            del data[place:]
         else:
-            found[place:place] = rng.choice(
+            data[place:place] = rng.choice(
                 (b"[", b"{", b'"', b"\0", b"\xff", b"-", b"9" * 30, b"*a"))
-    return bytes(found)
+    return bytes(data)
 
 
 def changed(rng: random.Random, value: Any) -> Any:
@@ -111,10 +111,10 @@ def changed(rng: random.Random, value: Any) -> Any:
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     inner = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, each in list(inner):
+    for key, child in list(inner):
         yield value, key
-        if isinstance(each, (dict, list)):
-            yield from _places(each)
+        if isinstance(child, (dict, list)):
+            yield from _places(child)
 
 
 def json_case(rng: random.Random, good: Any) -> bytes:
@@ -187,21 +187,21 @@ def make_gguf(path: Path) -> None:
 
 def targets(folder: Path) -> dict[str, Target]:
     """Return all targets by name; `folder` is empty and theirs."""
-    made = folder / "model"
-    make_model(made)
+    model = folder / "model"
+    make_model(model)
     make_gguf(folder / "good.gguf")
-    found = {"safetensors": _safetensors(folder), "index": _index(folder),
-             "config": _file_of(made, "config.json", CONFIG, lambda: _find(made)),
-             "generation config": _file_of(made, "generation_config.json",
-                                           {"eos_token_id": [2, 3]}, lambda: _find(made)),
+    targets = {"safetensors": _safetensors(folder), "index": _index(folder),
+             "config": _file_of(model, "config.json", CONFIG, lambda: _find(model)),
+             "generation config": _file_of(model, "generation_config.json",
+                                           {"eos_token_id": [2, 3]}, lambda: _find(model)),
              "gguf": _gguf(folder, read_gguf),
              "gguf converted": _gguf(folder, convert_gguf),
              "yaml": _yaml(folder), "hardware": _hardware(folder), "flags": _flags(),
              "prompts": _prompts(folder)}
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        good = json.loads((made / name).read_text())
-        found[name] = _file_of(made, name, good, lambda: load_tokenizer(made))
-    return found | {"requests": _requests()}
+        good = json.loads((model / name).read_text())
+        targets[name] = _file_of(model, name, good, lambda: load_tokenizer(model))
+    return targets | {"requests": _requests()}
 
 
 def _find(folder: Path) -> object:
@@ -303,7 +303,7 @@ def _yaml_case(rng: random.Random, good: dict[str, Any]) -> bytes:
     """Return the bytes of a YAML mapping, changed or damaged or both. Values are JSON."""
     value = changed(rng, good) if rng.random() < 0.8 else good
     if isinstance(value, dict) and rng.random() < 0.8:
-        text = "".join(f"{key}: {json.dumps(each)}\n" for key, each in value.items())
+        text = "".join(f"{key}: {json.dumps(item)}\n" for key, item in value.items())
     else:
         text = json.dumps(value)
     raw = text.encode("utf-8", "surrogatepass")
@@ -352,8 +352,8 @@ def _prompts(folder: Path) -> Target:
     good = [{"prompt": "some text"}, {"prompt": "\u2028 é \\n"}, {"prompt": "x" * 99, "id": 3}]
 
     def draw(rng: random.Random) -> bytes:
-        lines = [json_case(rng, each) if rng.random() < 0.3 else json.dumps(each).encode()
-                 for each in good]
+        lines = [json_case(rng, line) if rng.random() < 0.3 else json.dumps(line).encode()
+                 for line in good]
         raw = rng.choice((b"\n", b"\r\n", b"\n\n")).join(lines)
         return damaged(rng, raw) if rng.random() < 0.3 else raw
 
@@ -369,13 +369,17 @@ def _requests() -> Target:
     """Return the target of the lines of a batch job."""
     defaults = requests.Defaults(models=("m",), max_tokens=4)
     sampling = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "stop": ["x"], "seed": 1, "n": 1,
-                "presence_penalty": 0.1, "frequency_penalty": 0.1}
+                "presence_penalty": 0.1, "frequency_penalty": 0.1, "top_k": 5, "min_p": 0.1,
+                "repetition_penalty": 1.1, "min_tokens": 1, "ignore_eos": False,
+                "stop_token_ids": [5], "logit_bias": {"3": 1.5}, "add_special_tokens": True,
+                "response_format": {"type": "json_object"}}
     good = [
         {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {
             "model": "m", "messages": [{"role": "user", "content": "x"}], "logprobs": True,
-            "top_logprobs": 2, **sampling}},
+            "top_logprobs": 2, "chat_template_kwargs": {"a": 1}, "documents": [{"text": "x"}],
+            "reasoning_effort": "low", "tools": [], "stream": False, **sampling}},
         {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {
-            "model": "m", "prompt": [1, 2], "logprobs": 2, **sampling}},
+            "model": "m", "prompt": [1, 2], "logprobs": 2, "echo": False, **sampling}},
         {"id": "c", "prompt": "some text"}]
     return Target(lambda rng: json_case(rng, rng.choice(good)),
                   lambda raw: requests.read_request(raw, 1, defaults))

@@ -203,7 +203,8 @@ def _http(folder: Path, stack: ExitStack) -> Target:
     errors = stack.enter_context(mock.patch.object(log, "error"))
     file_id = served.upload([request("r", prompt="w3", max_tokens=1)])
     completion = {"prompt": "w3 w4", "max_tokens": 2, "temperature": 0.5, "seed": 1, "stop": ["x"],
-                  "logprobs": 1}
+                  "logprobs": 1, "n": 1, "echo": False, "logit_bias": {"5": 1},
+                  "stop_token_ids": [7], "min_tokens": 1, "response_format": {"type": "text"}}
     bodies = {
         "/v1/completions": completion,
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "w3"}], "stream": True,

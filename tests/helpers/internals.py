@@ -159,11 +159,6 @@ def kept_intervals(links, link: str) -> int:
     return len(links._busy[link].intervals)
 
 
-def origin_of(trace) -> float:
-    """The moment that a trace counts from."""
-    return trace._origin
-
-
 # What is done in another way
 
 

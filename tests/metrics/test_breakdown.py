@@ -40,12 +40,11 @@ def ordered(some) -> bool:
 @given(intervals, intervals)
 def test_interval_set_operations(one, other):
     a, b = union(one), union(other)
-    assert ordered(a) and cells(a) == cells(one) and seconds(a) == len(cells(one))
-    assert cells(difference(a, b)) == cells(one) - cells(other)
-    assert cells(intersection(a, b)) == cells(one) & cells(other)
-    for found, wanted in ((difference(a, b), cells(one) - cells(other)),
-                          (intersection(a, b), cells(one) & cells(other))):
-        assert seconds(found) == len(wanted) and found == sorted(found)
+    assert ordered(a) and cells(a) == cells(one)
+    for result, expected in ((a, cells(one)), (difference(a, b), cells(one) - cells(other)),
+                             (intersection(a, b), cells(one) & cells(other))):
+        assert cells(result) == expected and seconds(result) == len(expected)
+        assert result == sorted(result)
 
 
 span = st.tuples(st.sampled_from([*LANES, WAITING]), interval, st.integers(0, 9))
@@ -65,21 +64,18 @@ def test_a_breakdown_counts_every_second(some, cuts):
     busy = {lane: cells(times for other, times, _ in some if other == lane)
             for lane in (*LANES, WAITING)}
     busy[COMPUTE] -= busy.pop(WAITING)
-    found = phases(spans)
-    assert [phase.name for phase in found] == ["prefill", "decode"]
-    for phase in found:
-        mine = cells(windows[phase.name])
-        assert phase.wall == len(mine)
-        assert phase.idle == len(mine - set().union(*busy.values()))
-        assert set(phase.lanes) == {lane for lane in LANES if busy[lane] & mine}
+    assert [phase.name for phase in phases(spans)] == ["prefill", "decode"]
+    for phase in phases(spans):
+        window = cells(windows[phase.name])
+        assert (phase.wall, phase.idle) == (len(window), len(window - set().union(*busy.values())))
+        assert set(phase.lanes) == {lane for lane in LANES if busy[lane] & window}
         for lane, time in phase.lanes.items():
             others = set().union(*(busy[other] for other in LANES if other != lane))
-            assert time.busy == len(busy[lane] & mine) <= phase.wall
-            assert time.alone == len((busy[lane] - others) & mine) <= time.busy
-            moved = sum(nbytes * len(cells([times]) & mine) / (times[1] - times[0])
-                        for other, times, nbytes in some if other == lane and times[0] < times[1])
-            assert time.nbytes == pytest.approx(moved)
-        assert sum(time.alone for time in phase.lanes.values()) + phase.idle <= phase.wall
+            assert time.busy == len(busy[lane] & window)
+            assert time.alone == len((busy[lane] - others) & window)
+            assert time.nbytes == pytest.approx(sum(
+                nbytes * len(cells([times]) & window) / (times[1] - times[0])
+                for other, times, nbytes in some if other == lane and times[0] < times[1]))
 
 
 GB = 10**9
@@ -98,13 +94,12 @@ def test_the_table_says_what_each_phase_is_bound_by():
     *_, transfers, _, last = report.breakdown_table(RUN).splitlines()
     assert transfers.split() == ["cpu->gpu", "8.000", "80.0", "%", "7.000", "16.000", "2"]
     assert "prefill compute (87.5 %), decode cpu->gpu (80.0 %)" in last
-    spans = [("prefill", PHASES, 0.0, 4.0, 0), ("decode", PHASES, 4.0, 4.0, 0),
-             ("layer 1 batch 0", COMPUTE, 1.0, 2.0, 0)]
-    lines = report.breakdown_table(spans).splitlines()
+    lines = report.breakdown_table([
+        ("prefill", PHASES, 0.0, 4.0, 0), ("decode", PHASES, 4.0, 4.0, 0),
+        ("layer 1 batch 0", COMPUTE, 1.0, 2.0, 0)]).splitlines()
     assert lines[-1] == "bound by: prefill idle (75.0 %)"
     assert not any("decode" in line for line in lines), "no time, no shares"
-    nothing = "breakdown: nothing was computed"
-    assert report.breakdown_table(RUN[:1]) == report.breakdown_table([]) == nothing
+    assert "\n" not in report.breakdown_table(RUN[:1]) == report.breakdown_table([])
 
 
 def test_run_records_phases_and_waits(tiny_model, tmp_path):
@@ -117,9 +112,8 @@ def test_run_records_phases_and_waits(tiny_model, tmp_path):
     spans = trace.spans()
     assert [s[0] for s in spans if s[1] == PHASES] == ["prefill", "decode"] * 3
     prefill, decode = phases(spans)
-    assert prefill.wall == pytest.approx(stats.prefill_seconds)
-    assert decode.wall == pytest.approx(stats.decode_seconds)
-    assert {COMPUTE, "disk->cpu"} <= set(decode.lanes)
+    assert (prefill.wall, decode.wall) == pytest.approx(
+        (stats.prefill_seconds, stats.decode_seconds))
     computes, waits = ([s[2:4] for s in spans if s[1] == lane] for lane in (COMPUTE, WAITING))
     assert waits and all(any(a <= start and end <= b for a, b in computes)
                          for start, end in waits)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from helpers.delays import run_together
 from helpers.error_cases import refused
 from helpers.fake_llm import run_stats
 from helpers.internals import kept_intervals
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.cli.results import CSV_COLUMNS, append_csv
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import writing
 from flexgen_h2o.files.rows import check_header
 from flexgen_h2o.metrics import provenance
@@ -38,10 +38,13 @@ def make_stats(**changes) -> RunStats:
 
 def test_rates_are_as_defined():
     stats = make_stats()
-    assert stats.prefill_tokens_per_second == 400 / 2
-    assert stats.decode_tokens_per_second == (44 - 4) / 4
-    assert stats.total_tokens_per_second == 44 / 6
-    assert stats.latency_p50_seconds == stats.latency_p95_seconds == 0.4
+    assert [getattr(stats, name) for name in RATES] == [400 / 2, (44 - 4) / 4, 44 / 6, 0.4, 0.4]
+    stats = make_stats(step_seconds=[0.5, 0.1, 0.2, 0.4])
+    assert stats.latency_p50_seconds == pytest.approx(0.3)
+    assert stats.latency_p95_seconds == pytest.approx(0.4 + 0.85 * 0.1)
+    stats = make_stats(prefill_seconds=0.0, decode_seconds=0.0, step_seconds=[])
+    assert all(getattr(stats, name) is None for name in RATES)
+    assert "nan" not in stats_table(stats)
 
 
 def test_runs_merge():
@@ -57,28 +60,13 @@ def test_runs_merge():
     assert both.idle_share == 0.25 and make_stats().idle_share is None
 
 
-def test_percentiles_lie_between_steps():
-    stats = make_stats(step_seconds=[0.5, 0.1, 0.2, 0.4])
-    assert stats.latency_p50_seconds == pytest.approx(0.3)
-    assert stats.latency_p95_seconds == pytest.approx(0.4 + 0.85 * 0.1)
-    stats = make_stats(prefill_seconds=0.0, decode_seconds=0.0, step_seconds=[])
-    assert all(getattr(stats, name) is None for name in RATES)
-    assert "nan" not in stats_table(stats)
-
-
 def test_projection_extends_decode_by_the_mean_step():
     # Two blocks, each cut at 3 of 21 tokens: two decode steps a block were measured.
     stats = make_stats(generated_tokens=12, step_seconds=[0.1, 0.3, 0.1, 0.3], decode_seconds=0.8)
     projected = stats.project(cut=3, gen_len=21)
-    assert projected.projected and not stats.projected
-    assert projected.decode_seconds == pytest.approx(0.2 * 20 * 2)
-    assert projected.generated_tokens == 4 * 21
-    assert projected.prefill_seconds == stats.prefill_seconds
+    assert projected == replace(stats, projected=True, generated_tokens=4 * 21,
+                                decode_seconds=pytest.approx(0.2 * 20 * 2))
     assert projected.decode_tokens_per_second == pytest.approx(stats.decode_tokens_per_second)
-    assert projected.step_seconds == stats.step_seconds
-
-
-def test_projection_needs_a_step():
     stats = make_stats(generated_tokens=4, step_seconds=[], decode_seconds=0.0)
     refused(lambda: stats.project(cut=1, gen_len=8), match="no decode step")
     assert stats.project(cut=1, gen_len=1).generated_tokens == 4
@@ -139,14 +127,10 @@ def test_links_add_up_from_many_threads():
     links = LinkStats()
 
     def work(first):
-        for index in range(500):
-            links.add("gpu->cpu", 3, first + index, first + index + 1)
+        for index in range(first, first + 500):
+            links.add("gpu->cpu", 3, index, index + 1)
 
-    threads = [threading.Thread(target=work, args=(n * 500,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(*(partial(work, n * 500) for n in range(4)))
     assert links.totals() == {"gpu->cpu": (6000, pytest.approx(2000))}
     links.reset()
     assert links.totals() == {}
@@ -164,9 +148,9 @@ def test_experts_in_the_row(tmp_path):
     append_csv(tmp_path / "r.csv", replace(one, projected=True),
                RunConfig(expert_percent=(0, 50, 50), expert_slots=7))
     (row,) = read_csv(tmp_path / "r.csv")
-    found = [row[name] for name in ("expert_percent", "expert_slots", "expert_touches",
+    cells = [row[name] for name in ("expert_percent", "expert_slots", "expert_touches",
                                     "expert_hit_rate", "expert_loads", "expert_gb", "projected")]
-    assert found == ["0 50 50", "7", "9", "0.25", "6", "4", "true"]
+    assert cells == ["0 50 50", "7", "9", "0.25", "6", "4", "true"]
 
 
 def test_csv_rows(tmp_path):
@@ -215,32 +199,18 @@ def test_csv_says_how_weights_and_cache_are_kept(tmp_path, flags, cells):
     assert {name: row[name] for name in cells} == cells
 
 
-def test_csv_leaves_a_file_of_another_header_alone(tmp_path):
-    path = tmp_path / "r.csv"
-    path.write_text("date,speed\n1,2\n")
-    for attempt in (lambda: append_csv(path, make_stats(), RunConfig()),
-                    lambda: check_header(path, CSV_COLUMNS, flag="--csv")):
-        with pytest.raises(UserError, match="other columns"):
-            attempt()
-    assert path.read_text() == "date,speed\n1,2\n"
-    # A missing end of the last line is added.
-    append_csv(tmp_path / "s.csv", make_stats(), RunConfig())
-    (tmp_path / "s.csv").write_text((tmp_path / "s.csv").read_text().rstrip("\n"))
-    append_csv(tmp_path / "s.csv", make_stats(), RunConfig())
-    assert len(read_csv(tmp_path / "s.csv")) == 2
-
-
-def test_csv_header_goes_into_an_empty_file_once(tmp_path):
+def test_csv_header_is_written_once(tmp_path):
     path = tmp_path / "r.csv"
     path.touch()
-    threads = [threading.Thread(target=append_csv, args=(path, make_stats(), RunConfig()))
-               for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    rows = read_csv(path)
-    assert len(rows) == 8 and all(row["model"] == "tiny" for row in rows)
+    run_together(*[partial(append_csv, path, make_stats(), RunConfig())] * 8)
+    assert [row["model"] for row in read_csv(path)] == ["tiny"] * 8
+    path.write_text(path.read_text().rstrip("\n"))  # a missing newline is added
+    append_csv(path, make_stats(), RunConfig())
+    assert len(read_csv(path)) == 9
+    path.write_text("date,speed\n1,2\n")
+    refused(lambda: append_csv(path, make_stats(), RunConfig()), "other columns")
+    refused(lambda: check_header(path, CSV_COLUMNS, flag="--csv"), "other columns")
+    assert path.read_text() == "date,speed\n1,2\n"
 
 
 @pytest.mark.parametrize(("info", "expected"), [
@@ -273,7 +243,7 @@ def test_a_failed_file_leaves_the_old_one(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_two_writers_of_one_file_leave_each_others_alone(tmp_path, monkeypatch):
+def test_two_writers_do_not_share_a_temporary_file(tmp_path, monkeypatch):
     """In two containers that share a folder they have one process number."""
     path = tmp_path / "out.txt"
     with writing.open_atomic(path) as first:
@@ -286,16 +256,15 @@ def test_two_writers_of_one_file_leave_each_others_alone(tmp_path, monkeypatch):
         with pytest.raises(FileExistsError), writing.open_atomic(path):
             pass
         file.write("whole")
-    assert path.read_text() == "whole"
-    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
 
 
 # Sizes in messages
 
 
-def test_sizes_have_the_unit_that_suits():
-    given = [0, 999, 1000, 1_500_000, 99_940_000, 24 * 10**9, 63_549_999_999]
-    assert format_bytes(*given) == [
+def test_sizes_have_a_suitable_unit():
+    sizes = [0, 999, 1000, 1_500_000, 99_940_000, 24 * 10**9, 63_549_999_999]
+    assert format_bytes(*sizes) == [
         "0 bytes", "999 bytes", "1.0 KB", "1.5 MB", "99.9 MB", "24.0 GB", "63.5 GB"]
     assert format_bytes(10**8, 10**8 - 1, 10**8) == [
         "100.000000 MB", "99.999999 MB", "100.000000 MB"]
@@ -303,10 +272,11 @@ def test_sizes_have_the_unit_that_suits():
 
 
 @given(st.lists(st.integers(0, 2**41), min_size=2, max_size=5), st.integers(0, 3))
-def test_sizes_that_differ_read_differently_and_in_their_order(given, near):
-    given.append(given[0] + near)
+def test_different_sizes_read_differently_and_in_order(sizes, near):
+    sizes.append(sizes[0] + near)
     scale = {"bytes": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-    found = [float(number) * scale[unit] for number, unit in map(str.split, format_bytes(*given))]
-    assert len(set(format_bytes(*given))) == len(set(given))
-    order = sorted(range(len(given)), key=given.__getitem__)
-    assert [found[i] for i in order] == sorted(found)
+    shown = format_bytes(*sizes)
+    values = [float(number) * scale[unit] for number, unit in map(str.split, shown)]
+    assert len(set(shown)) == len(set(sizes))
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    assert [values[i] for i in order] == sorted(values)
