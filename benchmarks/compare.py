@@ -329,12 +329,8 @@ def best_batch(rate: Callable[[int], float | None], *, first: int, max_batch: in
     The batch size is doubled from `first` until memory is too small or two steps in a row gain
     nothing. If `first` is too large, it is halved until it fits.
 
-    Parameters
-    ----------
-    rate : callable
-        Tokens per second at a batch size; None if it cannot run.
-    first, max_batch : int
-        First and largest batch size.
+    `rate`: tokens per second at a batch size; None if it cannot run. `first` and `max_batch`: first
+    and largest batch size.
 
     Returns
     -------

@@ -45,7 +45,6 @@ from kernel_timing import (
     TimedRows,
     check,
     copies,
-    draw,
     error,
     plain_decode,
     plain_prefill,
@@ -275,6 +274,14 @@ def groups(rows: TimedRows, quick: bool) -> None:
                      dict.fromkeys(functions, blocks), nbytes=dict.fromkeys(functions, nbytes))
 
 
+def random_weight(quick: bool) -> torch.Tensor:
+    return torch.randn(MATRIX[0] // 16 if quick else MATRIX[0], MATRIX[1], dtype=DTYPE) * 0.02
+
+
+def cycled(weights: Sequence) -> Iterator[dict]:
+    return itertools.cycle({"weight": weight} for weight in weights)
+
+
 def quantized(weight: torch.Tensor, **options) -> QuantizedMatrix:
     layout = MatrixLayout(*weight.shape, **options)
     return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
@@ -283,8 +290,7 @@ def quantized(weight: torch.Tensor, **options) -> QuantizedMatrix:
 def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
     """Time matmuls with one matrix in 16, 12, 8 and 4 bits and in MXFP4, and with 8-bit
     activations."""
-    weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
-    weight = weight[: MATRIX[0] // 16] if quick else weight
+    weight = random_weight(quick)
     matrices = {OURS_12: quantized(weight, bits=12), OURS_8: quantized(weight, bits=8),
                 OURS_4: quantized(weight, bits=4),
                 OURS_MXFP4: quantized(weight, bits=4, group=32, mxfp4=True)}
@@ -314,16 +320,14 @@ def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
             function(first)
             check(f"linear: {name}, {count} rows", error(out, expected))
         flops = 2 * count * weight.numel() if count > READING_ROWS else 0
-        endless = {name: itertools.cycle({"weight": weight_copy} for weight_copy in inputs[name])
-                   for name in functions}
+        endless = {name: cycled(inputs[name]) for name in functions}
         rows.measure("linear", f"{count} x {MATRIX[1]} x {len(weight)}", functions, endless,
                      nbytes=nbytes, flops=flops)
 
 
 def choices(rows: TimedRows, quick: bool) -> None:
     """Time every implementation of a matmul with 16-bit weights, for `dispatch.CPU_TABLE`."""
-    weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
-    weights = copies(weight[: MATRIX[0] // 16] if quick else weight, quick)
+    weights = copies(random_weight(quick), quick)
     for count in COMPARED_ROWS:
         x = torch.randn(count, MATRIX[1], dtype=DTYPE)
         out = torch.empty(count, len(weights[0]), dtype=DTYPE)
@@ -333,8 +337,7 @@ def choices(rows: TimedRows, quick: bool) -> None:
             functions[name](weights[0])
             check(f"choices: {name}, {count} rows", error(out, expected))
             out.fill_(float("nan"))
-        endless = {name: itertools.cycle({"weight": weight_copy} for weight_copy in weights)
-                   for name in functions}
+        endless = {name: cycled(weights) for name in functions}
         rows.measure("choices", f"{count} x {MATRIX[1]} x {len(weights[0])}", functions, endless,
                      nbytes=dict.fromkeys(functions, weights[0].nbytes),
                      flops=2 * count * weights[0].numel() if count > READING_ROWS else 0)
@@ -349,8 +352,7 @@ def linear_by(implementation: str, weight: torch.Tensor, *, x: torch.Tensor,
 
 def invariance(rows: TimedRows, quick: bool) -> None:
     """Time matmuls with and without batch invariance, with weights in 16 and 4 bits."""
-    weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
-    weight = weight[: MATRIX[0] // 16] if quick else weight
+    weight = random_weight(quick)
     matrix = quantized(weight, bits=4)
     weights = {OURS: copies(weight, quick),
                OURS_4: [replace(matrix, data=data) for data in copies(matrix.data, quick)]}
@@ -365,8 +367,7 @@ def invariance(rows: TimedRows, quick: bool) -> None:
             expected = out.clone()
             functions[name](weights[default][0])
             check(f"invariant: {name}, {count} rows", error(out, expected))
-            endless |= dict.fromkeys((default, name), itertools.cycle(
-                {"weight": weight_copy} for weight_copy in weights[default]))
+            endless |= dict.fromkeys((default, name), cycled(weights[default]))
         nbytes = {OURS: weight.nbytes, OURS_4: matrix.data.nbytes}
         rows.measure("invariant", f"{count} x {MATRIX[1]} x {len(weight)}", functions, endless,
                      nbytes=nbytes | {name: nbytes[default]
@@ -387,10 +388,9 @@ def rounding(rows: TimedRows, quick: bool) -> None:
     The error is relative to the weights in the 2-norm. The expected error is that of steps over
     each group's range. Groups of 32 without a search are llama.cpp's Q4_1.
     """
-    weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
-    weight = weight[: MATRIX[0] // 16] if quick else weight
+    weight = random_weight(quick)
     outputs = torch.arange(len(weight))
-    endless = itertools.cycle({"weight": weight_copy} for weight_copy in copies(weight, quick))
+    endless = cycled(copies(weight, quick))
     for bits, group in ROUNDED:
         layout, shape = MatrixLayout(*weight.shape, bits, group), f"{bits} bits, groups of {group}"
         functions = {name: functools.partial(ops.quantize_matrix, layout=layout, search=search)
@@ -423,7 +423,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true",
                         help="small shapes, which caches hold: only to try this script")
     parser.add_argument("--out", default="benchmarks/results/kernels.csv",
-                        help="the CSV file; the plot is written beside it as .png")
+                        help="the CSV file")
     parser.add_argument("--extra-memory", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.extra_memory:
@@ -434,18 +434,16 @@ def main() -> None:
     check_int("--repeats", args.repeats, ge=1)
     for rows in args.rows:
         check_int("--rows", rows, ge=1)
-    out, plot = Path(args.out), Path(args.out).with_suffix(".png")
-    check_folder("--out", str(out.parent), [str(out), str(plot)])
+    out = Path(args.out)
+    check_folder("--out", str(out.parent), [str(out)])
     torch.manual_seed(0)
-    machine = (f"{platform.node()}, {cpu_model()}, {torch.get_num_threads()} threads, "
-               f"torch {torch.__version__}, {cpu_library.instruction_set()}")
-    print(machine, flush=True)
+    print(f"{platform.node()}, {cpu_model()}, {torch.get_num_threads()} threads, torch "
+          f"{torch.__version__}, {cpu_library.instruction_set()}", flush=True)
     rows = TimedRows(args.repeats, out)
     for name in args.only:
         options = {"counts": args.rows} if name == "linear" else {}
         OPERATIONS[name](rows, args.quick, **options)
         rows.write(out)
-    draw(rows.rows, plot, machine)
 
 
 if __name__ == "__main__":

@@ -33,12 +33,8 @@ class ResumableCsv:
 
     Raises `UserError` if the file cannot be written, or has other columns.
 
-    Parameters
-    ----------
-    columns, key : sequence of str
-        All columns, and the columns that identify a row.
-    flag : str
-        The flag of `path`, for messages.
+    `columns` and `key`: all columns, and the columns that identify a row. `flag`: the flag of
+    `path`, for messages.
     """
 
     def __init__(self, path: str, columns: Sequence[str], key: Sequence[str], *,

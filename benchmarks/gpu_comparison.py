@@ -109,12 +109,8 @@ def _status(code: int) -> str:
 class WrittenModel:
     """A model of random weights that is written in the background unless it exists.
 
-    Parameters
-    ----------
-    models : Path
-        Folder of the models' folders.
-    model, dtype : str
-        A published OPT shape, which names the folder, and the dtype.
+    `models`: folder of the models' folders. `model` and `dtype`: a published OPT shape, which names
+    the folder, and the dtype.
     """
 
     def __init__(self, models: Path, model: str, dtype: str):

@@ -1,4 +1,4 @@
-"""Timing of CPU kernels: rows, their file and plot, PyTorch baselines, and recall."""
+"""Timing of CPU kernels: rows and their file, PyTorch baselines, and recall."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.reference import recall as reference_recall
-from flexgen_h2o.metrics.figures import new_figure, save
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 from flexgen_h2o.storage.links import best_gemm_rate, memory_reader
 from flexgen_h2o.storage.tiers import Device, typed
@@ -56,17 +55,6 @@ SDPA, PLAIN, INDEXED = "torch SDPA", "plain PyTorch", "plain, indexed"
 RANGE = "ours, no search"
 INVARIANT = {OURS: "ours, batch-invariant", OURS_4: "ours, 4 bits, batch-invariant"}
 """Batch-invariant contestants, by the name of what they are compared with."""
-STYLES = {OURS: ("#0072B2", ""), OURS_12: ("#0072B2", "//"), OURS_8: ("#56B4E9", "//"),
-         OURS_4: ("#CC79A7", ".."),
-         OURS_MXFP4: ("#CC79A7", "xx"), OURS_8_8: ("#56B4E9", "\\\\"),
-         OURS_4_8: ("#CC79A7", "\\\\"), INVARIANT[OURS]: ("#0072B2", "oo"),
-         INVARIANT[OURS_4]: ("#CC79A7", "oo"),
-         SCORELESS: ("#009E73", "--"), SDPA: ("#E69F00", "\\\\"), PLAIN: ("#999999", "xx"),
-         INDEXED: ("#666666", "++"), RANGE: ("#D55E00", "oo"), "full cache": ("#999999", ""),
-         "recall 20%, 4 bits": ("#CC79A7", ""), "recall 20%, 2 bits": ("#CC79A7", "//"),
-         "recall 10%, 4 bits": ("#E69F00", ""), "recall 5%, 4 bits": ("#E69F00", "//"),
-         "pytorch": ("#999999", ""), "skinny": ("#0072B2", ""), "tiled": ("#009E73", ""),
-         "float32": ("#CC79A7", "")}
 
 
 class TimedRows:
@@ -162,35 +150,6 @@ def check(name: str, *errors: float, same: bool = True, bound: float = 1e-2) -> 
     print(f"check  {name:50} error {max(errors):.2g}", flush=True)
     if not (same and max(errors) <= bound):
         raise RuntimeError(f"{name}: wrong by {max(errors):.2g} (at most {bound:g}), {same=}")
-
-
-def draw(rows: list[dict], path: Path, title: str) -> None:
-    """Draw bars: the share of the roofline that each contestant reaches, with its time."""
-    figure = new_figure(9, 2 + 0.24 * len(rows))
-    axes = figure.subplots()
-    ticks: dict[str, list[float]] = {}
-    labels = dict.fromkeys(row["contestant"] for row in rows)
-    place = 0.0
-    for row in rows:
-        case, share = f"{row['operation']}\n{row['shape']}", 100 * row["share_of_roofline"]
-        place += 1.0 if case in ticks else 1.8  # gap before the next case
-        ticks.setdefault(case, []).append(place)
-        name = row["contestant"]
-        color, hatch = STYLES[name]
-        axes.barh(place, share, 0.9, color=color, hatch=hatch, edgecolor="white",
-                  label=name if name in labels else None)
-        labels.pop(name, None)
-        axes.annotate(f"{row['ms']:.3g} ms", (share, place), (3, 0), textcoords="offset points",
-                      va="center", fontsize=7)
-    axes.set_yticks([statistics.mean(places) for places in ticks.values()], list(ticks), fontsize=8)
-    axes.axvline(100, color="black", linewidth=1, linestyle=":")
-    axes.invert_yaxis()
-    axes.margins(y=0.01)
-    axes.set_xlabel("roofline over time, %: longer is better; dotted: memory or matrix products at "
-                    "this machine's own rate")
-    axes.set_title(title, fontsize=9)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    save(figure, str(path))
 
 
 def plain_decode(q, k, v, *, slots, metadata, layout, state):

@@ -37,10 +37,7 @@ class MemoryGroup:
 
     Raises `UserError` if there is no memory controller, or it needs root.
 
-    Parameters
-    ----------
-    limit : int
-        Bytes of memory, page cache included.
+    `limit`: bytes of memory, page cache included.
     """
 
     def __init__(self, limit: int):
@@ -238,10 +235,7 @@ class Outcome:
 def run_engine(config: RunConfig, *, timeout: float | None = None) -> Outcome:
     """Run `flex_opt` with these flags, except those of output files and printing.
 
-    Parameters
-    ----------
-    timeout : float, optional
-        Seconds until the run is stopped.
+    `timeout`: seconds until the run is stopped.
     """
     with tempfile.TemporaryDirectory(prefix="engine-run-") as folder:
         flags, result = Path(folder) / "flags.yaml", Path(folder) / "row.csv"

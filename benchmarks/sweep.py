@@ -113,10 +113,7 @@ def load(path: Path, *, models: Path) -> Sweep:
     Raises `UserError` if the file cannot be read, a key is unknown, a value is invalid, or the
     flags of a cell contradict each other.
 
-    Parameters
-    ----------
-    models : Path
-        Folder that is searched for the model.
+    `models`: folder that is searched for the model.
     """
     file = validate(_SweepFile, load_yaml(path), str(path))
     base = file.base

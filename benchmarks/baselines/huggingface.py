@@ -46,12 +46,8 @@ class StepClock:
 def timed_generate(model, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:
     """Generate greedily for prompts of any lengths, which are left-padded; never stop early.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        Its end-of-text token becomes an ordinary one.
-    prompts, gen_len
-        As in `Baseline.generate`.
+    `model`: its end-of-text token becomes an ordinary one. `prompts` and `gen_len`: as in
+    `Baseline.generate`.
     """
     import torch
 
@@ -187,12 +183,8 @@ def zero_config(settings: BaselineSettings, *, hidden: int, largest: int, pinned
                 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration for inference: parameters are fetched layer by layer.
 
-    Parameters
-    ----------
-    hidden, largest : int
-        The model's hidden size, and the number of elements of its largest parameter.
-    pinned : bool
-        Whether host buffers are page-locked, for fast copies to a GPU.
+    `hidden` and `largest`: the model's hidden size, and the number of elements of its largest
+    parameter. `pinned`: whether host buffers are page-locked, for fast copies to a GPU.
     """
     place = settings.options["offload"]
     offload: dict[str, Any] = {"device": place, "pin_memory": pinned}

@@ -280,12 +280,7 @@ def gguf_file(folder: Path, weights: str) -> Path:
     Raises `UserError` if the architecture is not supported, rows do not fill blocks, or a file
     cannot be read or written.
 
-    Parameters
-    ----------
-    folder : Path
-        With config.json and safetensors or `.bin` weights.
-    weights : str
-        One of `BITS`.
+    `folder`: with config.json and safetensors or `.bin` weights. `weights`: one of `BITS`.
     """
     from flexgen_h2o.files.disk_cache import build_once, model_title
     from flexgen_h2o.models.convert import converted, weight_files

@@ -84,10 +84,7 @@ def left_under_way(code: str) -> int:
     overwrite registers that have not been read yet (github.com/triton-lang/triton/issues/9433).
     Results are then wrong occasionally, which a check of one call does not find.
 
-    Parameters
-    ----------
-    code : str
-        A kernel in Triton's GPU dialect (``asm["ttgir"]``).
+    `code`: a kernel in Triton's GPU dialect (``asm["ttgir"]``).
     """
     max_pending = 0
     for _, body in _LOOP.findall(code):

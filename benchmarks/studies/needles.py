@@ -91,10 +91,7 @@ def make_tasks(hay: Sequence[int], tokenizer, *, tokens: int, texts: int) -> lis
 
     Raises `UserError` if there are too few articles.
 
-    Parameters
-    ----------
-    hay : sequence of int
-        Tokens of articles, each of which is used at most once.
+    `hay`: tokens of articles, each of which is used at most once.
     """
     draw, used = random.Random(0), 0
     tasks: list[NeedleTask] = []

@@ -38,10 +38,8 @@ from articles import read_articles, select_articles, split_halves
 
 _SHARED = ("path", "device", "dtype", "gpu_batch_size", "gen_len")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "gpu_batch_size": 30, "gen_len": 64}
-_CHANGES: dict[str, dict[str, object]] = {name: {"shown": value}
-                                         for name, value in _DEFAULTS.items()}
-_CHANGES["dtype"]["help"] = "number format; float32 shows what eviction does and no rounding"
-_CHANGES["gen_len"]["help"] = "greedy tokens to compare after each first half"
+_HELPS = {"dtype": "number format; float32 shows what eviction does and no rounding",
+          "gen_len": "greedy tokens to compare after each first half"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,9 @@ class QualityOptions:
 def parser() -> Parser:
     """Return the parser of the flags."""
     return build_parser(
-        command_flags(QualityOptions, names=_SHARED, **_CHANGES),
+        command_flags(QualityOptions, names=_SHARED,
+                      **{name: {"shown": value} | ({"help": _HELPS[name]} if name in _HELPS else {})
+                         for name, value in _DEFAULTS.items()}),
         prog="python benchmarks/studies/quality.py", show_all=True,
         description="Perplexity and greedy tokens by the budget of the KV cache.")
 

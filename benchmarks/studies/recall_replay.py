@@ -70,10 +70,7 @@ COLUMNS = ("date", "commit", "host", "threads", "torch", "model", "dtype", "prom
 class AttentionRecording:
     """Recorded queries and keys of some KV heads of a model that reads texts.
 
-    Attributes
-    ----------
-    q : Tensor [LAYERS, sequences, steps, KV_HEADS * GROUP, HEAD_DIM]
-        Queries of the last tokens.
+    `q` [LAYERS, sequences, steps, KV_HEADS * GROUP, HEAD_DIM]: queries of the last tokens.
     """
 
     def __init__(self, name: str, *, sequences: int, prompt_len: int, steps: int):

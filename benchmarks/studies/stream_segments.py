@@ -74,12 +74,7 @@ def measure(llm, streamed: Streamed, tokens: Sequence[int], *, piece: int,
     refused because it does not fit in memory: then a row without figures has the reason. A
     `UserError` of another cache is raised.
 
-    Parameters
-    ----------
-    piece : int
-        Tokens of a row.
-    on_segment : callable
-        Called with the tokens of each segment when it is done.
+    `piece`: tokens of a row. `on_segment`: called with the tokens of each segment when it is done.
     """
     for row in _segments(llm, streamed, tokens, piece, on_segment):
         yield {**origin(), **streamed.cells(),

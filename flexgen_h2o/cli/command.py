@@ -69,10 +69,7 @@ class StopRequest:
     The caller stops at the next safe point. A second signal interrupts at once, with the exit
     status of Ctrl-C. It has no effect outside of the main thread.
 
-    Attributes
-    ----------
-    requested : bool
-        True after a signal.
+    `requested`: True after a signal.
     """
 
     def __init__(self, on_request: Callable[[], None]):

@@ -112,12 +112,8 @@ def joined(config: RunConfig, command: str, *, replica: int | None = None
     Raises `UserError` if the number of ranks differs from `config`, or they do not find each other,
     or a rank has failed or is lost. One rank reports the failure; the others exit with status 2.
 
-    Parameters
-    ----------
-    command : str
-        Module that torchrun starts, for error messages.
-    replica : int, optional
-        Replica of this process; each replica has its own pipeline.
+    `command`: module that torchrun starts, for error messages. `replica`: replica of this process;
+    each replica has its own pipeline.
     """
     launch = torchrun_env()
     if replica is not None:

@@ -46,13 +46,13 @@ def policy_flags(run: PlannedRun) -> str:
     return f"--percent {format_percent(policy)} {' '.join(words)}".replace(" true", "")
 
 
-def plan_text(hardware: Hardware, choices: Sequence[PlanCandidate], limits: MemoryLimits,
+def plan_text(hardware: Hardware, candidates: Sequence[PlanCandidate], limits: MemoryLimits,
               bounds: Sequence[int] | None = None) -> str:
-    """Format the first of `choices` in full, and a line for each of the next ones.
+    """Format the first of `candidates` in full, and a line for each of the next ones.
 
     `bounds` are the layer bounds of the ranks in a pipeline.
     """
-    best, *alternatives = choices
+    best, *alternatives = candidates
     run, estimate = best.run, best.estimate
     load = run.workload
     rows = [

@@ -77,11 +77,11 @@ class PlanSubject:
 class RecallProposal:
     """Recall that is predicted to be faster than the full cache of a plan.
 
-    `flags` are to be added to the planned ones, which gives the run of `choice`.
+    `flags` are to be added to the planned ones, which gives the run of `candidate`.
     """
 
     flags: str
-    choice: PlanCandidate
+    candidate: PlanCandidate
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
         cpu=config.memory_limit, gpu=config.device_memory_limit))
     if not config.synthetic:  # the length is an estimate
         load = load.cut(longest_prompt(subject.model, config.h2o()))
-    choices, bounds = _choices(config, subject, load, prompts)
-    best, speculation = _speculation(config, subject, load, prompts, choices[0])
-    lines = [plan_text(subject.hardware, [best, *choices[1:]], subject.limits, bounds)]
+    candidates, bounds = _candidates(config, subject, load, prompts)
+    best, speculation = _speculation(config, subject, load, prompts, candidates[0])
+    lines = [plan_text(subject.hardware, [best, *candidates[1:]], subject.limits, bounds)]
     recall = _faster_recall(config, subject, load, prompts, full=best)
     if recall is not None:
         lines.append(line("recall", (
-            f"{recall.flags}: {recall.choice.tokens_per_second:.4g} tokens/s predicted, "
+            f"{recall.flags}: {recall.candidate.tokens_per_second:.4g} tokens/s predicted, "
             f"{best.tokens_per_second:.4g} without; a new token then attends to "
             f"{200 * RECALL_RATIO:g} % of the prompt, and perplexity is {RECALL_PERPLEXITY} times "
             "the full cache's (smollm2-135m, docs/h2o.md)")))
@@ -141,22 +141,23 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
 
 
 def _speculation(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None,
-                 choice: PlanCandidate) -> tuple[PlanCandidate, str | None]:
+                 candidate: PlanCandidate) -> tuple[PlanCandidate, str | None]:
     """Choose whether a run drafts, and return a text that says when drafts pay.
 
     Without `--speculate`, `--percent auto` drafts for one sequence of a batch, out of the text, if
     next to nothing is lost where no draft is accepted.
     """
-    given, hardware, drafting = config.speculate is not None, subject.hardware, choice
-    if not choice.estimate.steps or config.speculate == "none" or not given and (
+    given, hardware, drafting = config.speculate is not None, subject.hardware, candidate
+    if not candidate.estimate.steps or config.speculate == "none" or not given and (
             config.percent != AUTO or hardware.has_gpu or config.pipeline_parallel > 1
-            or choice.run.workload.gpu_batch_size > 1 or subject.model.recurrent is not None):
-        return choice, None
+            or candidate.run.workload.gpu_batch_size > 1 or subject.model.recurrent is not None):
+        return candidate, None
     if not given:
         try:
-            (drafting, *_), _ = _choices(replace(config, speculate="ngram"), subject, load, prompts)
+            (drafting, *_), _ = _candidates(replace(config, speculate="ngram"), subject, load,
+                                            prompts)
         except UserError:
-            return choice, None
+            return candidate, None
     run, plain = drafting.run, drafting.estimate.step.seconds
     drafts = run.policy.draft_tokens
     # A drafted token costs as much as one of another sequence.
@@ -166,12 +167,12 @@ def _speculation(config: RunConfig, subject: PlanSubject, load: Workload, prompt
         seconds += drafts * predict(hardware, run.draft_run).estimate.step.seconds
     share = max(0.0, (seconds / plain - 1) / drafts)
     speculates = given or (share <= MAX_BREAK_EVEN and drafting.tokens_per_second
-                           >= TIE_RATIO * choice.tokens_per_second)
+                           >= TIE_RATIO * candidate.tokens_per_second)
     pays = (f"pays if more than {100 * share:.2g} % of them are accepted" if share < 1 else
             "does not pay even if all of them are accepted")
     advice = (", so it is left out (--speculate ngram)" if not speculates else
               "" if share < 1 else ": leave --speculate out")
-    return drafting if speculates else choice, (
+    return drafting if speculates else candidate, (
         f"a decode step with {drafts} drafts takes {seconds:.4g} s in place of {plain:.4g} s: it "
         f"{pays}{advice}")
 
@@ -283,8 +284,8 @@ def _written_bits(config: RunConfig) -> frozenset[int | str]:
     return frozenset((AUTO, *WEIGHT_BITS[1:]) if config.no_weight_cache else ())
 
 
-def _choices(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None
-             ) -> tuple[Sequence[PlanCandidate], tuple[int, ...] | None]:
+def _candidates(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None
+                ) -> tuple[Sequence[PlanCandidate], tuple[int, ...] | None]:
     """Return the best policies, or the given one if it fits, and a pipeline's layer bounds."""
     hardware, limits, ranks = subject.hardware, subject.limits, config.pipeline_parallel
     bits = config.resolved_weight_bits
@@ -293,13 +294,13 @@ def _choices(config: RunConfig, subject: PlanSubject, load: Workload, prompts: i
         if ranks == 1:
             return search(hardware, request, limits), None
         pipelines = search_pipeline(hardware, request, ranks, limits)
-        return [pipeline.choice for pipeline in pipelines], pipelines[0].bounds
+        return [pipeline.candidate for pipeline in pipelines], pipelines[0].bounds
     run = PlannedRun(subject.model, config.policy(), load, subject.itemsize, hardware.has_gpu,
                      bits in _written_bits(config), config.cache(), subject.weights(bits),
                      draft=subject.draft)
     if ranks > 1:
         pipeline = predict_pipeline(hardware, run, ranks, limits, prompts)
-        return [pipeline.choice], pipeline.bounds
+        return [pipeline.candidate], pipeline.bounds
     MemoryPlan(run).check(limits)
     return [predict(hardware, run, prompts)], None
 
@@ -338,12 +339,12 @@ def _faster_recall(config: RunConfig, subject: PlanSubject, load: Workload, prom
         with suppress(UserError):
             other = replace(config, **added)
             _check_model(other, subject.model, has_gpu=subject.hardware.has_gpu)
-            choices, _ = _choices(other, subject, load, prompts)
+            candidates, _ = _candidates(other, subject, load, prompts)
             flags = " ".join(flag_name(name) + ("" if value is True else f" {value}")
                              for name, value in added.items())
-            faster.append(RecallProposal(flags, choices[0]))
-    best = max(faster, key=lambda proposal: proposal.choice.tokens_per_second, default=None)
-    if best is None or TIE_RATIO * best.choice.tokens_per_second <= full.tokens_per_second:
+            faster.append(RecallProposal(flags, candidates[0]))
+    best = max(faster, key=lambda proposal: proposal.candidate.tokens_per_second, default=None)
+    if best is None or TIE_RATIO * best.candidate.tokens_per_second <= full.tokens_per_second:
         return None
     return best
 

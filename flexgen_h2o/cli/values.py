@@ -101,7 +101,7 @@ def _path(flag: str, value: object) -> str:
 def _texts(flag: str, value: object) -> tuple[str, ...]:
     """Return one or several texts. Raises `UserError` for an empty one."""
     texts = _several(value)
-    names = [flag] if len(texts) == 1 else [f"{flag} {place}" for place in range(1, len(texts) + 1)]
+    names = [flag] if len(texts) == 1 else [f"{flag} {n}" for n in range(1, len(texts) + 1)]
     return tuple(validation.validate(validation.Text, *pair)
                  for pair in zip(texts, names, strict=True))
 

@@ -199,10 +199,7 @@ def _encoder(tokenizer: Any, chat_template: bool) -> Iterator[Callable[[str], st
 class Printer:
     """Streamer with transformers' interface that prints each complete character.
 
-    Parameters
-    ----------
-    tokenizer
-        A transformers tokenizer.
+    `tokenizer`: a transformers tokenizer.
     """
 
     def __init__(self, tokenizer: Any):

@@ -95,10 +95,7 @@ class Stage:
 
         Raises `UserError` if a rank has no decoder layer.
 
-        Parameters
-        ----------
-        bounds : sequence of int
-            The first layer of each rank, and the number of layers.
+        `bounds`: the first layer of each rank, and the number of layers.
         """
         if len(bounds) < 2 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
             raise UserError(f"a pipeline's layers must begin at 0 and ascend, got {list(bounds)}")
@@ -149,12 +146,8 @@ def balance_layers(seconds: Sequence[float], ranks: int) -> list[int]:
 
     Among equally good bounds, the first ranks get more layers.
 
-    Parameters
-    ----------
-    seconds : sequence of float
-        Time of each decoder layer, with embedding and head in the first and the last.
-    ranks : int
-        At most the number of layers; each rank gets at least one.
+    `seconds`: time of each decoder layer, with embedding and head in the first and the last.
+    `ranks`: at most the number of layers; each rank gets at least one.
     """
     sums = [0.0, *accumulate(seconds)]
 

@@ -45,12 +45,8 @@ def parse_percent(values: Sequence[object], name: str = "--percent"
     Raises `UserError` for a wrong count, a text that is no number, a percentage out of 0..100, or a
     sum over 100.
 
-    Parameters
-    ----------
-    values : sequence of 4 or 6 numbers (or their text)
-        Weights gpu, cpu; cache gpu, cpu; activations gpu, cpu (default 100 0), in percent.
-    name : str
-        Name of the value in error messages.
+    `values`: weights gpu, cpu; cache gpu, cpu; activations gpu, cpu (default 100 0), in percent.
+    `name`: name of the value in error messages.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""The policy of a run: everything that affects speed and never results. No torch."""
+"""The offloading policy of a run: everything that affects speed and never results. No torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SPECULATIVE_METHODS = ("ngram", "draft")
 
 @dataclass(frozen=True)
 class Policy:
-    """Everything that affects speed and never results.
+    """The offloading policy, as in FlexGen: everything that affects speed and never results.
 
-    A block is `num_gpu_batches` GPU batches of `gpu_batch_size` sequences, which share each load of
-    a layer's weights.
+    `H2OConfig` has the eviction policy. A block is `num_gpu_batches` GPU batches of
+    `gpu_batch_size` sequences, which share each load of a layer's weights.
 
     Parameters
     ----------
@@ -55,8 +55,7 @@ class Policy:
         Compute experts in host memory on the CPU (with a GPU).
     expert_choices : ExpertChoices, optional
         Counts, by which the most frequently selected experts are placed in the fastest memory
-        first.
-        None: every layer has the same number of experts there.
+        first. None: every layer has the same number of experts there.
     selective_fetch : bool
         With recall and a cache on disk (with a GPU: in host memory), read only the selected tokens
         that are not in the hot set, instead of whole layers.

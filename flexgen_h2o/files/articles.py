@@ -116,9 +116,9 @@ def read_conversations(path: str) -> list[list[Turn]]:
     """
     lines = read_lines("--input-path", path,
                        if_empty="holds no conversations: write one JSON object a line")
-    for place, (number, _) in enumerate(lines, 1):
-        if number != place:
-            raise UserError(f"--input-path {path} line {place} is blank: take it out")
+    for expected, (number, _) in enumerate(lines, 1):
+        if number != expected:
+            raise UserError(f"--input-path {path} line {expected} is blank: take it out")
     return [_turns(f"--input-path {path} line {number}", number, line) for number, line in lines]
 
 
@@ -131,4 +131,4 @@ def _turns(where: str, number: int, line: str) -> list[Turn]:
     question_id = record.get("question_id", number)
     if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
         raise UserError(f"{where} has a `question_id` that is neither a number nor a text")
-    return [Turn(question_id, place, text) for place, text in enumerate(texts, 1)]
+    return [Turn(question_id, turn, text) for turn, text in enumerate(texts, 1)]

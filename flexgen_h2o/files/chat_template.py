@@ -80,12 +80,8 @@ class ChatRenderer:
         Raises `UserError` if the template refuses the messages, is damaged, does something
         forbidden, or exceeds its time or memory.
 
-        Parameters
-        ----------
-        messages : sequence of mappings
-            OpenAI's format: `role`, `content`, and other keys that the template reads.
-        arguments : mapping, optional
-            Arguments of the template, such as `enable_thinking`.
+        `messages`: OpenAI's format: `role`, `content`, and other keys that the template reads.
+        `arguments`: arguments of the template, such as `enable_thinking`.
         """
         for name in {*(arguments or {})} - {*_ALWAYS_ALLOWED} - self._warned:
             if name not in self._always["template"]:

@@ -114,15 +114,15 @@ def _find(source: SourceFiles, root: Path) -> Path | None:
     entries = [(folder, _read_source(folder)) for folder in _folders(root)
                if f"-{source.key}-" in folder.name]
     for folder, about in entries:
-        if any(place["files"] == source.files for place in about["places"]) and use(folder):
+        if any(location["files"] == source.files for location in about["places"]) and use(folder):
             return folder
     if entries:
-        _log.info("comparing %s with the source of a copy", source.place["from"])
+        _log.info("comparing %s with the source of a copy", source.location["from"])
         with source.hashing(HASH_THREADS) as digest:
             equal = [entry for entry in entries if entry[1]["digest"] == digest()]
         for folder, about in equal:
             if use(folder):
-                about["places"] = [*about["places"], source.place][-_MAX_PLACES:]
+                about["places"] = [*about["places"], source.location][-_MAX_PLACES:]
                 with contextlib.suppress(OSError):  # a cache that is only readable
                     _write_source(folder, about)
                 return folder
@@ -139,7 +139,7 @@ def _build(temporary: Path, source: SourceFiles, title: str, build: Callable[[Pa
             build(temporary)
             source.check_unchanged()
             about = {"model": title, "form": source.form, "digest": digest(),
-                     "places": [source.place]}
+                     "places": [source.location]}
         _write_source(temporary, about)
         name = re.sub(r"[^A-Za-z0-9._-]", "_", title)[:60]
         target = temporary.with_name(f"{name}-{source.form}-{source.key}-{digest()[:16]}")
@@ -189,7 +189,7 @@ def _read_source(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         about = json.loads((folder / _SOURCE).read_text("utf-8"))
         if (isinstance(about, dict) and {"model", "form", "digest", "places"} <= about.keys()
-                and all({"from", "files"} <= place.keys() for place in about["places"])):
+                and all({"from", "files"} <= location.keys() for location in about["places"])):
             return about
     return {"model": re.sub(r"-[0-9a-f]{16}(\.yaml|\.json)?$", "", folder.name), "form": "",
             "digest": "", "places": []}
@@ -294,7 +294,7 @@ def entries() -> list[Entry]:
     for kind in KINDS:
         for path in _folders(cache_dir() / kind):
             about = _read_source(path)
-            sources = [place["from"] for place in about["places"]]
+            sources = [location["from"] for location in about["places"]]
             if (path / "weights.bin").exists():
                 sources = ["random weights"]
             inside = [path, *path.rglob("*")]

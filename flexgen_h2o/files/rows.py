@@ -66,10 +66,7 @@ class PartialFile:
     Rows are written when `_add` returns, completely or not at all, so that a stopped run keeps its
     rows. Methods raise OSError.
 
-    Parameters
-    ----------
-    ending : str
-        Suffix of the incomplete file; empty: it has its final name from the beginning.
+    `ending`: suffix of the incomplete file; empty: it has its final name from the beginning.
     """
 
     def __init__(self, path: str, *, ending: str = ".partial"):
@@ -144,12 +141,8 @@ def read_csv(path: str, headers: Sequence[Sequence[str]], *, texts: Collection[s
     Raises `UserError` if the file is missing, is not CSV in UTF-8, has other columns, or a row is
     malformed.
 
-    Parameters
-    ----------
-    headers : sequence of sequences of str
-        The allowed headers.
-    texts, may_lack : collection of str
-        Columns of text, and columns of numbers that may be empty.
+    `headers`: the allowed headers. `texts` and `may_lack`: columns of text, and columns of numbers
+    that may be empty.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -257,12 +250,8 @@ class ResumableJsonl(PartialFile):
     Nothing is written before the first line. A last line without a line break, left by a killed
     run, is skipped, and truncated by the next write.
 
-    Parameters
-    ----------
-    flag, path : str
-        The flag of the file, for messages, and the file.
-    options, deciding
-        See `SettingsFile`.
+    `flag` and `path`: the flag of the file, for messages, and the file. `options` and `deciding`:
+    see `SettingsFile`.
     """
 
     def __init__(self, flag: str, path: str, options: Mapping[str, object],

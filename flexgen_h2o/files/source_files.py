@@ -62,7 +62,7 @@ class SourceFiles:
         self.key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     @property
-    def place(self) -> dict[str, object]:
+    def location(self) -> dict[str, object]:
         """The files, and their folder for users to read, as the cache stores them."""
         first = self.paths[0].absolute()
         return {"from": str(first if len(self.paths) == 1 else first.parent), "files": self.files}
@@ -132,6 +132,6 @@ def _hashed(path: Path, start: int, end: int) -> bytes:
     """Return the hash of a part of a file."""
     digest = hashlib.sha256()
     with _reading(path) as fd:
-        for place in range(start, end, _BLOCK_BYTES):
-            digest.update(pread_all(fd, min(_BLOCK_BYTES, end - place), place))
+        for offset in range(start, end, _BLOCK_BYTES):
+            digest.update(pread_all(fd, min(_BLOCK_BYTES, end - offset), offset))
     return digest.digest()

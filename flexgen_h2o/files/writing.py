@@ -36,11 +36,8 @@ def atomic_path(path: str | os.PathLike, *, durable: bool = True) -> Iterator[Pa
 
     After an error the new file is removed and `path` is unchanged. Raises OSError.
 
-    Parameters
-    ----------
-    durable : bool
-        After the ``with`` statement the file is on disk. False: a power loss may leave an empty
-        file under the name, which costs less.
+    `durable`: after the ``with`` statement the file is on disk. False: a power loss may leave an
+    empty file under the name, which costs less.
     """
     target, temporary = Path(path), temporary_path(path)
     temporary.touch(exist_ok=False)  # never remove a file of another process

@@ -141,10 +141,7 @@ class Trace:
     Times are `time.perf_counter` seconds. A disabled trace records nothing. The file format is
     Chrome trace JSON, which ui.perfetto.dev shows: spans in lanes, memory as graphs.
 
-    Attributes
-    ----------
-    about : dict of str to object
-        Metadata of the run, written to the file.
+    `about`: metadata of the run, written to the file.
     """
 
     def __init__(self, enabled: bool = True):

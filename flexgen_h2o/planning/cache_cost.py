@@ -45,10 +45,7 @@ def recall_seconds(rates: ComputeRates | HostAttentionRates, recall: RecallRates
                    tokens: RecalledTokens, *, index: IndexLayout, cache: CacheOptions) -> float:
     """Return the seconds of one new token's recalled attention on a CPU, in one layer.
 
-    Parameters
-    ----------
-    index : IndexLayout
-        The key index of one KV head.
+    `index`: the key index of one KV head.
     """
     heads, rate = tokens.kv_heads, rates.decode_attention[16]
     scanned = recall.index_cost * heads * tokens.cached * index.tile_bytes / INDEX_TILE
@@ -69,13 +66,8 @@ def fit_recall_rates(rates: ComputeRates | HostAttentionRates,
                      ) -> RecallRates:
     """Fit recall rates so that `recall_seconds` gives the measured times.
 
-    Parameters
-    ----------
-    rates : ComputeRates or HostAttentionRates
-        Rates of the same machine.
-    times : three pairs of RecalledTokens and float
-        Tokens of a 16-bit cache, and seconds: few selected of few cached tokens, few of many, and
-        more of as many.
+    `rates`: rates of the same machine. `times`: tokens of a 16-bit cache, and seconds: few selected
+    of few cached tokens, few of many, and more of as many.
 
     Returns
     -------

@@ -306,12 +306,8 @@ ROUNDS = 6
 def fetch_rates(device: Device, file: Path) -> tuple[float, float]:
     """Measure `Hardware.fetch_seconds` and `fetch_head_seconds`: CPU time, all cores together.
 
-    Parameters
-    ----------
-    device : Device
-        A device without its own memory.
-    file : Path
-        An existing file that is large enough for the cache; it is overwritten.
+    `device`: a device without its own memory. `file`: an existing file that is large enough for the
+    cache; it is overwritten.
     """
     few, many = SEQUENCES
     short, long = (_fetch_seconds(device, file, sequences) for sequences in SEQUENCES)
@@ -323,19 +319,19 @@ def _fetch_seconds(device: Device, file: Path, sequences: int) -> float:
     """Return the CPU seconds of a decode step of one layer with a cache on disk."""
     transfers = Transfers(device, links=LinkStats(), trace=Trace(enabled=False))
     try:
-        part = FetchedTier(SlotLayout(KV_HEADS, WIDTH, torch.bfloat16), 0, sequences,
+        tier = FetchedTier(SlotLayout(KV_HEADS, WIDTH, torch.bfloat16), 0, sequences,
                            capacity=Capacity(1, (SLOTS,)), transfers=transfers, path=file)
-        part.begin(0, [(sequences, SLOTS)])
-        part.load(0, 0, fetch=False)
-        part.get(0, 0).zero_()
-        part.store(0, 0, None)
+        tier.begin(0, [(sequences, SLOTS)])
+        tier.load(0, 0, fetch=False)
+        tier.get(0, 0).zero_()
+        tier.store(0, 0, None)
 
         def steps() -> None:
             for step in range(WRITE_BACK_TOKENS):
-                part.load(0, 0, fetch=True)
+                tier.load(0, 0, fetch=True)
                 slots = torch.full((sequences, KV_HEADS), step)
-                part.store(0, 0, SlotUpdate.gather(part.get(0, 0), slots))
-            part.synchronize()
+                tier.store(0, 0, SlotUpdate.gather(tier.get(0, 0), slots))
+            tier.synchronize()
 
         steps()
         began = time.process_time()
@@ -402,12 +398,8 @@ def recall_rates(rates: ComputeRates | HostAttentionRates, dtype: torch.dtype, s
                  ) -> RecallRates:
     """Measure `Hardware.recall` on this machine's CPU.
 
-    Parameters
-    ----------
-    rates : ComputeRates or HostAttentionRates
-        Rates of the CPU's attention over a cache that is read sequentially.
-    dtype : torch.dtype
-        Data type of the cache.
+    `rates`: rates of the CPU's attention over a cache that is read sequentially. `dtype`: data type
+    of the cache.
 
     Returns
     -------

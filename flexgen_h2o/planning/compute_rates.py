@@ -50,10 +50,7 @@ PATIENCE = 8
 class Timer:
     """Timer of work on a device: a warm-up, then the median of samples of several calls each.
 
-    Parameters
-    ----------
-    seconds : float
-        Approximate time of all samples of a measurement.
+    `seconds`: approximate time of all samples of a measurement.
     """
 
     def __init__(self, device: Device, seconds: float):
@@ -101,10 +98,7 @@ class Timer:
 class DecodeStep:
     """Attention of a decode step over full slots with heavy hitters: each call evicts.
 
-    Parameters
-    ----------
-    slots : Tensor [2, sequences, kv_heads, slots, width]
-        Keys and values as stored.
+    `slots` [2, sequences, kv_heads, slots, width]: keys and values as stored.
     """
 
     def __init__(self, slots: Tensor, *, bits: int, head_dim: int):

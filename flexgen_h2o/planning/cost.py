@@ -78,13 +78,8 @@ def estimate(hardware: Hardware, run: PlannedRun) -> Estimate:
     Raises `UserError` if the run computes on the host of a GPU, and the machine has no rates for
     that.
 
-    Parameters
-    ----------
-    hardware : Hardware
-        It needs a GPU if the run has one.
-    run : PlannedRun
-        Its weight shares are taken to hold in every layer and in the head, although the engine
-        places whole tensors.
+    `hardware`: it needs a GPU if the run has one. `run`: its weight shares are taken to hold in
+    every layer and in the head, although the engine places whole tensors.
     """
     shares, load = placement_shares(run), run.workload
     phases = []

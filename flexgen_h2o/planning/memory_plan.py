@@ -239,12 +239,8 @@ class MemoryCheck:
 
         Raises `UserError` if a tier has too little memory.
 
-        Parameters
-        ----------
-        loaded_bytes : int or None
-            Resident bytes of the process after the weights were loaded; None before.
-        show : bool
-            Print the plan first.
+        `loaded_bytes`: resident bytes of the process after the weights were loaded; None before.
+        `show`: print the plan first.
         """
         plan, limits = self.plan(policy, cache, workload, loaded_bytes=loaded_bytes)
         if show:

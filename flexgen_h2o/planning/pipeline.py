@@ -22,13 +22,13 @@ from flexgen_h2o.storage.free_memory import MemoryLimits
 
 
 @dataclass(frozen=True)
-class PipelineChoice:
+class PipelineCandidate:
     """A pipelined run that fits.
 
     `bounds` are the layer bounds of the ranks (see `Stage.for_rank`).
     """
 
-    choice: PlanCandidate
+    candidate: PlanCandidate
     bounds: tuple[int, ...]
 
 
@@ -78,7 +78,7 @@ def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun
 
 
 def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: MemoryLimits,
-                     prompts: int | None) -> PipelineChoice:
+                     prompts: int | None) -> PipelineCandidate:
     """Predict a run over `ranks` ranks.
 
     Layers are balanced by time, or by number if that does not fit.
@@ -95,12 +95,12 @@ def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: Me
         MemoryPlan(part).shortfalls(limits) for part in rank_runs(run, split))), splits[0])
     for part in rank_runs(run, bounds):
         MemoryPlan(part).check(limits)
-    choice = predict(hardware, run, prompts, partial(estimate_pipeline, bounds))
-    return PipelineChoice(choice, tuple(bounds))
+    candidate = predict(hardware, run, prompts, partial(estimate_pipeline, bounds))
+    return PipelineCandidate(candidate, tuple(bounds))
 
 
 def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits: MemoryLimits
-                    ) -> list[PipelineChoice]:
+                    ) -> list[PipelineCandidate]:
     """Search runs over `ranks` ranks, the fastest first.
 
     The policy is searched for one rank with the most layers, an embedding and a head.
@@ -117,4 +117,4 @@ def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits
     if not predictions:
         raise UserError("no policy was found that fits on all ranks: give --percent and batch "
                         "sizes")
-    return sorted(predictions, key=lambda prediction: -prediction.choice.tokens_per_second)
+    return sorted(predictions, key=lambda prediction: -prediction.candidate.tokens_per_second)

@@ -38,12 +38,7 @@ _NEGLIGIBLE = 5e-3  # of the time: a slower tier that saves less is not used
 class PlacementSolver:
     """Solver for the placements of a run with fixed batch sizes, bits and place of attention.
 
-    Parameters
-    ----------
-    run : PlannedRun
-        Its own placements are ignored.
-    limits : MemoryLimits
-        Memory that the run may take.
+    `run`: its own placements are ignored. `limits`: memory that the run may take.
     """
 
     def __init__(self, hardware: Hardware, run: PlannedRun, limits: MemoryLimits):

@@ -44,12 +44,8 @@ class ExpertUse:
     therefore shrunk towards equal ones, by the share of their variance that texts of equal
     frequencies would also have (James and Stein, 1961).
 
-    Attributes
-    ----------
-    frequencies : ndarray [experts of all layers]
-        Share of tokens that choose an expert, in the order of `ExpertChoices.ranked`.
-    locality : float
-        0 to 1; at 1 the tokens of a text are independent.
+    `frequencies` [experts of all layers]: share of tokens that choose an expert, in the order of
+    `ExpertChoices.ranked`. `locality`: 0 to 1; at 1 the tokens of a text are independent.
     """
 
     def __init__(self, choices: ExpertChoices):
@@ -90,13 +86,8 @@ class ExpertUse:
         An expert that a token chooses with probability p is chosen by any of n tokens with
         probability ``1 - (1 - p) ** n``.
 
-        Parameters
-        ----------
-        tokens : float
-            Number of independent tokens.
-        first, last : float
-            Only experts from the quantile `first` to the quantile `last` by frequency, the most
-            frequent first; 0 and 1 are all.
+        `tokens`: number of independent tokens. `first` and `last`: only experts from the quantile
+        `first` to the quantile `last` by frequency, the most frequent first; 0 and 1 are all.
         """
         chances = 1 - (1 - np.minimum(self.frequencies, 1.0)) ** tokens
         if (first, last) == (0.0, 1.0):

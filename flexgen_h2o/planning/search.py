@@ -35,7 +35,7 @@ decides among them."""
 
 _PATIENCE = 2  # sizes in a row without gain after which no larger one is tried
 _MIN_GAIN = 1.003
-_MIN_CHOICES, _MAX_CHOICES = 4, 48  # the former are returned however slow they are
+_MIN_CANDIDATES, _MAX_CANDIDATES = 4, 48  # the former are returned however slow they are
 _FEW_OPTIONS = 2  # so few options are all searched in full
 _PRUNE_RATIO = 0.9  # of the best option's throughput, which an option must reach to be searched
 
@@ -141,22 +141,22 @@ def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> li
     solvers = [solver for run in _prune_options(hardware, request, limits)
                for solver in _candidate_solvers(hardware, request, run, limits)]
     solvers.sort(key=lambda solver: solver.amortized_seconds)
-    choices: list[PlanCandidate] = []
+    candidates: list[PlanCandidate] = []
     least = math.inf
     for solver in solvers:
         # Twice the ratio of a tie, because estimate and prediction may each be off by it.
         near = solver.amortized_seconds <= least / TIE_RATIO**2
-        if len(choices) == _MAX_CHOICES or len(choices) >= _MIN_CHOICES and not near:
+        if len(candidates) == _MAX_CANDIDATES or len(candidates) >= _MIN_CANDIDATES and not near:
             break
         run = _drop_unused_features(solver.best(), request)
-        if run is None or any(run == choice.run for choice in choices):
+        if run is None or any(run == candidate.run for candidate in candidates):
             continue
         prompts = request.prompts if request.goal == "throughput" else None
-        choices.append(predict(hardware, run, prompts))
-        least = min(least, choices[-1].seconds / choices[-1].sequences)
-    if not choices:
+        candidates.append(predict(hardware, run, prompts))
+        least = min(least, candidates[-1].seconds / candidates[-1].sequences)
+    if not candidates:
         _raise_nothing_fits(hardware, request, limits)
-    return _rank_choices(choices)
+    return _rank_candidates(candidates)
 
 
 def _options(hardware: Hardware, request: PlanRequest) -> Iterator[PlannedRun]:
@@ -274,20 +274,20 @@ _TIES: tuple[tuple[str, Callable[[PlannedRun], int]], ...] = (
 """Tie-breakers among throughputs within `TIE_RATIO`, most important first; the lower value wins."""
 
 
-def _rank_choices(choices: list[PlanCandidate]) -> list[PlanCandidate]:
+def _rank_candidates(candidates: list[PlanCandidate]) -> list[PlanCandidate]:
     """Sort by throughput, and put the tie that `_TIES` prefers first."""
-    choices.sort(key=lambda choice: -choice.tokens_per_second)
-    equal = [c for c in choices
-             if c.tokens_per_second >= TIE_RATIO * choices[0].tokens_per_second]
-    best = min(equal, key=lambda choice: [cost_of(choice.run) for _, cost_of in _TIES])
-    return [best, *(choice for choice in choices if choice is not best)]
+    candidates.sort(key=lambda candidate: -candidate.tokens_per_second)
+    equal = [c for c in candidates
+             if c.tokens_per_second >= TIE_RATIO * candidates[0].tokens_per_second]
+    best = min(equal, key=lambda candidate: [cost_of(candidate.run) for _, cost_of in _TIES])
+    return [best, *(candidate for candidate in candidates if candidate is not best)]
 
 
-def tie_break_reason(choice: PlanCandidate, other: PlanCandidate) -> str | None:
-    """Return why `choice` is preferred to a faster `other`; None if `other` is not faster."""
-    if other.tokens_per_second <= choice.tokens_per_second:
+def tie_break_reason(candidate: PlanCandidate, other: PlanCandidate) -> str | None:
+    """Return why `candidate` is preferred to a faster `other`; None if `other` is not faster."""
+    if other.tokens_per_second <= candidate.tokens_per_second:
         return None
-    return next(words for words, cost_of in _TIES if cost_of(choice.run) < cost_of(other.run))
+    return next(words for words, cost_of in _TIES if cost_of(candidate.run) < cost_of(other.run))
 
 
 def _raise_nothing_fits(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> NoReturn:
@@ -364,12 +364,7 @@ def _roofline_table(read: float, flops: float) -> dict[Any, float]:
 def ideal_plan(hardware: Hardware, run: PlannedRun, prompts: int | None = None) -> PlanCandidate:
     """Return the roofline of a run with its placements and batch sizes, fully overlapped.
 
-    Parameters
-    ----------
-    hardware : Hardware
-        Measured in the run's dtype.
-    prompts : int or None
-        See `predict`.
+    `hardware`: measured in the run's dtype. `prompts`: see `predict`.
     """
     best = ideal_hardware(hardware, mxfp4=bool(run.weights.mxfp4))
     return predict(best, replace(run, policy=replace(run.policy, overlap=True)), prompts)

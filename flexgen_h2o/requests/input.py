@@ -39,7 +39,7 @@ class RequestLines(Protocol):
     numbers: np.ndarray
     kinds: np.ndarray
 
-    def line(self, place: int) -> bytes:
+    def line(self, index: int) -> bytes:
         """Return the bytes of a line. Raises `UserError` if they do not match its key."""
 
 
@@ -97,14 +97,14 @@ class JobInput:
         """Close the file; a second call does nothing."""
         self._file.close()
 
-    def line(self, place: int) -> bytes:
+    def line(self, index: int) -> bytes:
         """Return the first MAX_LINE_BYTES of a line. Raises `UserError` if the line has changed."""
-        line = read_line(self._file, int(self.offsets[place]), self.path)
-        check_line(line, self, place, self.path)
+        line = read_line(self._file, int(self.offsets[index]), self.path)
+        check_line(line, self, index, self.path)
         return line
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Return the places of lines by their keys, as an int64 array; -1 for unknown keys."""
+        """Return the indices of lines by their keys, as an int64 array; -1 for unknown keys."""
         order = self._order
         at = np.minimum(np.searchsorted(self.keys, keys, sorter=order), len(order) - 1)
         return np.where(self.keys[order[at]] == keys, order[at], -1)
@@ -150,8 +150,8 @@ class JobInput:
         order = np.argsort(ids, kind="stable")
         duplicates = order[1:][ids[order][1:] == ids[order][:-1]]
         self.kinds[duplicates] = DUPLICATE
-        for place in duplicates:
-            self.keys[place] ^= np.uint64(_mix(int(self.numbers[place])))
+        for index in duplicates:
+            self.keys[index] ^= np.uint64(_mix(int(self.numbers[index])))
 
 
 def read_line(file: BinaryIO, offset: int, path: str) -> bytes:
@@ -164,10 +164,10 @@ def read_line(file: BinaryIO, offset: int, path: str) -> bytes:
         return _stripped(file.readline(MAX_LINE_BYTES))
 
 
-def check_line(line: bytes, lines: RequestLines, place: int, path: str) -> None:
+def check_line(line: bytes, lines: RequestLines, index: int, path: str) -> None:
     """Raise `UserError` if the bytes of a line differ from those that were indexed."""
-    number, kind = int(lines.numbers[place]), int(lines.kinds[place])
-    if _key(line, _read_id(line, number) or "", number, kind) != int(lines.keys[place]):
+    number, kind = int(lines.numbers[index]), int(lines.kinds[index])
+    if _key(line, _read_id(line, number) or "", number, kind) != int(lines.keys[index]):
         raise UserError(f"--input {path} has been changed while the job runs (line "
                         f"{number}): start it again")
 

@@ -325,7 +325,7 @@ def _messages(messages: object) -> tuple[Mapping[str, str], ...]:
     if not isinstance(messages, list) or not messages:
         raise BadRequest(f"messages must be a list that is not empty, got {short_repr(messages)}",
                          param="messages")
-    return tuple(_message(message, f"messages[{place}]") for place, message in enumerate(messages))
+    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
 def _message(message: object, where: str) -> Mapping[str, str]:
@@ -355,14 +355,14 @@ def _content(content: object, where: str) -> str:
     if not isinstance(content, list):
         return _text(content, where)
     texts = []
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            raise BadRequest(f"{where}[{place}] must be of type text, got "
+            raise BadRequest(f"{where}[{index}] must be of type text, got "
                              f"{short_repr(part if kind is None else kind)}: "
                              "only text is supported",
                              param=where, code="unsupported_parameter")
-        texts.append(_text(part.get("text"), f"{where}[{place}].text"))
+        texts.append(_text(part.get("text"), f"{where}[{index}].text"))
     return "".join(texts)
 
 

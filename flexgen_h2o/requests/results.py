@@ -58,10 +58,7 @@ class ResultsFile:
 
     Raises `UserError` if the file cannot be written, or another job writes it.
 
-    Parameters
-    ----------
-    flag, path : str
-        The flag that names the file, and the file.
+    `flag` and `path`: the flag that names the file, and the file.
     """
 
     def __init__(self, flag: str, path: str):
@@ -147,7 +144,7 @@ class ResultsFile:
                 raise
 
     def answered(self, source: JobInput) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places of the input's lines with results, and of those that only failed.
+        """Return the indices of the input's lines with results, and of those that only failed.
 
         Failures of lines that are no longer in the input are ignored.
 
@@ -168,15 +165,15 @@ class ResultsFile:
                         column.append(value)
             if torn:  # the lines from there on belong to an `add` that has not returned
                 os.ftruncate(self._file, end)
-        places = source.find(np.frombuffer(keys, np.uint64)) if keys else np.empty(0, np.int64)
+        indices = source.find(np.frombuffer(keys, np.uint64)) if keys else np.empty(0, np.int64)
         succeeded = np.frombuffer(success, np.uint8) == 1
-        unknown = np.flatnonzero((places < 0) & succeeded)
+        unknown = np.flatnonzero((indices < 0) & succeeded)
         if len(unknown):
             raise UserError(f"{self.flag} {self.path} line {unknown[0] + 1} answers a request that "
                             f"--input {source.path} does not have: choose another file, or "
                             "--overwrite this one")
-        known = places[places >= 0]
-        return np.unique(known), np.setdiff1d(known, places[succeeded])
+        known = indices[indices >= 0]
+        return np.unique(known), np.setdiff1d(known, indices[succeeded])
 
     def _parse(self, line: bytes, number: int) -> tuple[int, bool]:
         try:
@@ -261,8 +258,8 @@ def answer_body(request: JobRequest, outputs: Sequence[Output], *, key: int, mod
     """
     body: dict[str, Any] = {
         **answer_head(request, key, model=model, created=created),
-        "choices": [answer_choice(request, place, output, parser)
-                    for place, output in enumerate(outputs)],
+        "choices": [answer_choice(request, index, output, parser)
+                    for index, output in enumerate(outputs)],
         "usage": usage(request, outputs)}
     if request.chat and request.return_token_ids:
         body["prompt_token_ids"] = outputs[0].prompt_token_ids
@@ -294,11 +291,11 @@ def _response(key: int, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
     return {"status_code": status, "request_id": f"req_{key:016x}", "body": body}
 
 
-def answer_choice(request: JobRequest, place: int, output: Output,
+def answer_choice(request: JobRequest, index: int, output: Output,
                   parser: ReasoningParser | None) -> dict[str, Any]:
-    """Return choice number `place` of a response."""
+    """Return choice number `index` of a response."""
     text = output.text or ""
-    fields: dict[str, Any] = {"index": place}
+    fields: dict[str, Any] = {"index": index}
     if request.chat:
         content, reasoning = (text, None) if parser is None else parser.split(output)
         fields["message"] = {"role": "assistant", "content": until(content, request.stops),
@@ -306,7 +303,7 @@ def answer_choice(request: JobRequest, place: int, output: Output,
         if reasoning is not None:
             fields["message"]["reasoning_content"] = until(reasoning, request.stops)
     else:
-        prompt = request.prompts[place // request.n] if request.echo else ""
+        prompt = request.prompts[index // request.n] if request.echo else ""
         fields["text"] = f"{prompt}{until(text, request.stops)}"
     fields["logprobs"] = None
     if request.params.logprobs is not None:

@@ -86,7 +86,7 @@ class BoundedEncoder:
 class TokenizedRequest:
     """A request that can run."""
 
-    place: int  # place in the input
+    index: int  # index in the input
     request: JobRequest
     prompts: list[list[int]]  # token ids of each prompt
     limits: list[int]  # maximum number of new tokens of each prompt
@@ -112,16 +112,16 @@ class TokenizedRequest:
     def sequences(self) -> Iterator[tuple[list[int], SamplingParams]]:
         """Yield the prompt of each choice and its sampling parameters."""
         for choice in range(self.choices):
-            place = choice // self.request.n
-            yield self.prompts[place], replace(self.request.choice_params(choice),
-                                               max_new_tokens=self.limits[place])
+            index = choice // self.request.n
+            yield self.prompts[index], replace(self.request.choice_params(choice),
+                                               max_new_tokens=self.limits[index])
 
 
 @dataclass(frozen=True)
 class FailedRequest:
-    """A request that cannot run: its place in the input, its id if it has one, and the error."""
+    """A request that cannot run: its index in the input, its id if it has one, and the error."""
 
-    place: int
+    index: int
     custom_id: str | None
     error: BadRequest
 
@@ -129,10 +129,7 @@ class FailedRequest:
 class RequestTokenizer:
     """Reads and tokenizes requests, from several threads one by one; a context manager.
 
-    Parameters
-    ----------
-    template : str, optional
-        Chat template that replaces the tokenizer's.
+    `template`: chat template that replaces the tokenizer's.
     """
 
     def __init__(self, encoder: Encoder, defaults: Defaults, template: str | None = None):
@@ -159,32 +156,32 @@ class RequestTokenizer:
             self._renderer = ChatRenderer(self._encoder.tokenizer, self._template)
         return self._renderer
 
-    def read(self, source: RequestLines, place: int) -> TokenizedRequest | FailedRequest:
+    def read(self, source: RequestLines, index: int) -> TokenizedRequest | FailedRequest:
         """Return the request of a line. Raises `UserError` if the input has changed."""
         custom_id = None
-        line, number = source.line(place), int(source.numbers[place])
+        line, number = source.line(index), int(source.numbers[index])
         try:
             if len(line) >= MAX_LINE_BYTES:
                 raise BadRequest(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB",
                                  code="invalid_json_line")
             custom_id = request_id(read_object(line), number)
-            if source.kinds[place] == DUPLICATE:
+            if source.kinds[index] == DUPLICATE:
                 raise BadRequest(f"{custom_id!r:.80} is the id of an earlier line",
                                  param="custom_id", code="duplicate_custom_id")
             return self.tokenize(read_request(line, number, self._defaults),
-                                 name=f"of line {number}", place=place)
+                                 name=f"of line {number}", index=index)
         except BadRequest as error:
-            return FailedRequest(place, custom_id, error)
+            return FailedRequest(index, custom_id, error)
 
-    def tokenize(self, request: JobRequest, *, name: str, place: int = 0) -> TokenizedRequest:
+    def tokenize(self, request: JobRequest, *, name: str, index: int = 0) -> TokenizedRequest:
         """Return a request with its token ids; errors call its prompts "prompt NAME".
 
         Raises `BadRequest` for values that the model does not support.
         """
         with self._lock:
-            return self._tokenize(request, name, place)
+            return self._tokenize(request, name, index)
 
-    def _tokenize(self, request: JobRequest, name: str, place: int) -> TokenizedRequest:
+    def _tokenize(self, request: JobRequest, name: str, index: int) -> TokenizedRequest:
         encoder, params = self._encoder, request.params
         if request.chat and params.eos_token_id is None and (ends := encoder.chat_end_tokens):
             params = replace(params, eos_token_id=ends)
@@ -226,4 +223,4 @@ class RequestTokenizer:
             request = replace(request, prompts=tuple(
                 text if isinstance(text, str) else encoder.tokenizer.decode(text)
                 for text in texts))
-        return TokenizedRequest(place, request, prompts, limits)
+        return TokenizedRequest(index, request, prompts, limits)

@@ -90,7 +90,7 @@ class Api:
                            allow_headers=["*"])] if origins else []
         guard = Middleware(Guard, key=key, host=host, origins=origins, max_file=self._max_file)
         return Starlette(routes=routes, middleware=[*cors, guard], exception_handlers={
-            kind: _handle for kind in (ApiError, BadRequest, StoreError, Unavailable, Stopped,
+            error: _handle for error in (ApiError, BadRequest, StoreError, Unavailable, Stopped,
                                        ClientDisconnect, HTTPException, Exception)})
 
     # Files.
@@ -201,14 +201,15 @@ class Api:
 
     # Records.
 
-    async def _find(self, request: Request, kind: type[_Record]) -> _Record:
+    async def _find(self, request: Request, record_type: type[_Record]) -> _Record:
         id = request.path_params["id"]
-        record = await run_in_threadpool(self._store.get, kind, id)
+        record = await run_in_threadpool(self._store.get, record_type, id)
         if record is None:
-            raise ApiError(404, f"there is no {kind.__name__.lower()} {short_repr(id)}", param="id")
+            raise ApiError(404, f"there is no {record_type.__name__.lower()} {short_repr(id)}",
+                           param="id")
         return record
 
-    async def _page(self, request: Request, kind: type[File] | type[Batch], *, most: int,
+    async def _page(self, request: Request, record_type: type[File] | type[Batch], *, most: int,
                     default: int, **options: Any) -> Response:
         text, after = (request.query_params.get(name) for name in ("limit", "after"))
         if text is not None and not (text.isascii() and text.isdigit()
@@ -216,9 +217,9 @@ class Api:
             raise BadRequest(f"limit must be 1 to {most}, got {short_repr(text)}", param="limit")
         try:
             records, has_more = await run_in_threadpool(
-                self._store.page, kind, after=after, limit=int(text or default), **options)
+                self._store.page, record_type, after=after, limit=int(text or default), **options)
         except KeyError:
-            raise BadRequest(f"there is no {kind.__name__.lower()} {short_repr(after)}",
+            raise BadRequest(f"there is no {record_type.__name__.lower()} {short_repr(after)}",
                              param="after") from None
         ids = [record.id for record in records]
         return JSON({"object": "list", "data": [record.public() for record in records],

@@ -52,7 +52,7 @@ class BatchRun:
     counts : Counts
         Requests that have result lines.
     outstanding : dict of int to TokenizedRequest
-        Requests that have been read and have no result, by their place in the input.
+        Requests that have been read and have no result, by their index in the input.
 
     Raises
     ------
@@ -85,9 +85,9 @@ class BatchRun:
                 files.enter_context(ResultsFile(name, store.path(id))) for name, id in
                 (("the output file", batch.output_file_id), ("the error file",
                                                              batch.error_file_id)))
-            places, failed = self._answered()
-            self._remaining = np.setdiff1d(np.arange(len(self._source)), places)
-            self.counts = Counts(len(self._source), len(places) - len(failed), len(failed))
+            indices, failed = self._answered()
+            self._remaining = np.setdiff1d(np.arange(len(self._source)), indices)
+            self.counts = Counts(len(self._source), len(indices) - len(failed), len(failed))
             self._next = 0
             self._files = files.pop_all()
 
@@ -103,16 +103,16 @@ class BatchRun:
 
     def _check_lines(self) -> None:
         source, errors = self._source, []
-        for place in np.flatnonzero(source.kinds != VALID)[:MAX_ERRORS]:
-            failed = self._tokenizer.read(source, int(place))
+        for index in np.flatnonzero(source.kinds != VALID)[:MAX_ERRORS]:
+            failed = self._tokenizer.read(source, int(index))
             assert isinstance(failed, FailedRequest)
-            errors.append({"code": failed.error.code, "line": int(source.numbers[place]),
+            errors.append({"code": failed.error.code, "line": int(source.numbers[index]),
                            "message": str(failed.error), "param": failed.error.param})
         if errors:
             raise InvalidInput(errors)
 
     def _answered(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places of lines with results, and of those that failed."""
+        """Return the indices of lines with results, and of those that failed."""
         done, _ = self._output.answered(self._source)
         failed, _ = self._errors.answered(self._source)
         failed = np.setdiff1d(failed, done)
@@ -136,28 +136,24 @@ class BatchRun:
     def read(self, sequences: int, until: float) -> list[TokenizedRequest]:
         """Return the next requests that can run; those that cannot get result lines.
 
-        Parameters
-        ----------
-        sequences : int
-            About how many sequences to return.
-        until : float
-            `time.monotonic` after which to return what has been read.
+        `sequences`: about how many sequences to return. `until`: `time.monotonic` after which to
+        return what has been read.
         """
         requests: list[TokenizedRequest] = []
         while sequences > 0 and not self.exhausted:
-            place = int(self._remaining[self._next])
+            index = int(self._remaining[self._next])
             self._next += 1
-            request = self._tokenizer.read(self._source, place)
+            request = self._tokenizer.read(self._source, index)
             if isinstance(request, TokenizedRequest) and (
                     request.request.chat != (self._batch.endpoint == "/v1/chat/completions")):
-                request = FailedRequest(place, request.request.custom_id, BadRequest(
+                request = FailedRequest(index, request.request.custom_id, BadRequest(
                     f"url must be the batch's endpoint, {self._batch.endpoint}", param="url",
                     code="invalid_url"))
             if isinstance(request, FailedRequest):
-                self._fail(place, request.custom_id, request.error)
+                self._fail(index, request.custom_id, request.error)
             else:
                 requests.append(request)
-                self.outstanding[place] = request
+                self.outstanding[index] = request
                 sequences -= request.choices
             if time.monotonic() > until:
                 break
@@ -171,10 +167,10 @@ class BatchRun:
         request.outputs[choice] = output
         self._tokens += len(output.token_ids)
         if request.finished:
-            del self.outstanding[request.place]
+            del self.outstanding[request.index]
             self._lines.setdefault(self._output, []).append(answer_line(
-                request.request, [request.outputs[place] for place in range(request.choices)],
-                key=self._key(request.place), model=self._batch.model, created=int(time.time()),
+                request.request, [request.outputs[index] for index in range(request.choices)],
+                key=self._key(request.index), model=self._batch.model, created=int(time.time()),
                 parser=self._parser))
             self.counts.completed += 1
             self._answered_since += 1
@@ -188,17 +184,17 @@ class BatchRun:
 
     def fail(self, request: TokenizedRequest, error: BadRequest) -> None:
         """Give a request that cannot go on its result line."""
-        del self.outstanding[request.place]
-        self._fail(request.place, request.request.custom_id, error)
+        del self.outstanding[request.index]
+        self._fail(request.index, request.request.custom_id, error)
 
-    def _fail(self, place: int, custom_id: str | None, error: BadRequest) -> None:
+    def _fail(self, index: int, custom_id: str | None, error: BadRequest) -> None:
         self._lines.setdefault(self._errors, []).append(failure_line(
-            error, key=self._key(place), number=int(self._source.numbers[place]),
+            error, key=self._key(index), number=int(self._source.numbers[index]),
             custom_id=custom_id))
         self.counts.failed += 1
 
-    def _key(self, place: int) -> int:
-        return int(self._source.keys[place])
+    def _key(self, index: int) -> int:
+        return int(self._source.keys[index])
 
     def flush(self) -> None:
         """Write the new result lines, then the counts. Raises `UserError` if that fails."""
@@ -220,10 +216,10 @@ class BatchRun:
             self._store.update_batch(self.id, status="finalizing")
         left: Sequence[int] = [*self.outstanding, *self._remaining[self._next:].tolist()]
         for start in range(0, len(left), _LINES):
-            for place in left[start:start + _LINES]:
-                line = self._source.line(place)
-                custom_id = request_id(read_object(line), int(self._source.numbers[place]))
-                self._fail(place, custom_id, error)
+            for index in left[start:start + _LINES]:
+                line = self._source.line(index)
+                custom_id = request_id(read_object(line), int(self._source.numbers[index]))
+                self._fail(index, custom_id, error)
             self.flush()
         self.flush()
         self.close()

@@ -143,6 +143,6 @@ def _rounded(value: float | None) -> float | None:
 def _page(name: str) -> tuple[dict[str, str], bytes]:
     """Return the headers and the content of a file of the page."""
     content = files("flexgen_h2o.serving").joinpath(f"page/{name}").read_bytes()
-    kind = _TYPES[name.rpartition(".")[2]]
-    return {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8",
+    content_type = _TYPES[name.rpartition(".")[2]]
+    return {**_HEADERS, "Content-Type": f"{content_type}; charset=utf-8",
             "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}, content

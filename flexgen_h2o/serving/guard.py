@@ -48,9 +48,9 @@ class ApiError(Exception):
 
     def fields(self) -> dict[str, Any]:
         """Return the error object."""
-        kind = ("server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429
-                else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param,
+        error_type = ("server_error" if self.status >= 500 else
+                      "rate_limit_error" if self.status == 429 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": error_type, "param": self.param,
                           "code": self.code}}
 
     def response(self) -> Response:

@@ -41,10 +41,7 @@ def read_live(url: str, body: Mapping[str, Any], defaults: Defaults, tokenizer: 
 class StreamOptions:
     """The fields `stream` and `stream_options` of a body.
 
-    Attributes
-    ----------
-    include_usage : bool
-        The last event has the numbers of tokens.
+    `include_usage`: the last event has the numbers of tokens.
 
     Raises
     ------
@@ -74,12 +71,7 @@ class LiveRequest:
     Create it in the event loop that awaits the answer; the scheduler's thread calls `add_text`,
     `add_output`, `fail` and `stop`.
 
-    Parameters
-    ----------
-    model : str
-        Name of the model in answers.
-    parser : ReasoningParser or None
-        See `answer_body`.
+    `model`: name of the model in answers. `parser`: see `answer_body`.
     """
 
     def __init__(self, request: TokenizedRequest, model: str, parser: ReasoningParser | None,

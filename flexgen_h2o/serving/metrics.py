@@ -51,9 +51,10 @@ class Metrics:
     def __init__(self, model: str):
         self._registry = CollectorRegistry()
 
-        def add(kind: Callable, name: str, text: str, *labels: str,
+        def add(metric_type: Callable, name: str, text: str, *labels: str,
                 **options: object) -> Any:
-            metric = kind(name, text, ["model_name", *labels], registry=self._registry, **options)
+            metric = metric_type(name, text, ["model_name", *labels], registry=self._registry,
+                                 **options)
             return metric if labels else metric.labels(model_name=model)
 
         seconds = {"buckets": _SECONDS}

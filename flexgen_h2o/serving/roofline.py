@@ -17,12 +17,7 @@ _DIGITS = 2  # of mean lengths: those that are close share a prediction
 class DecodeRoofline:
     """Roofline of decode steps, for the mean lengths of the sequences that have finished so far.
 
-    Parameters
-    ----------
-    hardware : Hardware
-        Measured in the run's dtype.
-    run : PlannedRun
-        The workload is the largest block.
+    `hardware`: measured in the run's dtype. `run`: the workload is the largest block.
     """
 
     def __init__(self, hardware: Hardware, run: PlannedRun):

@@ -117,10 +117,7 @@ class Store:
     Raises `UserError` if the folder cannot be written, another server uses it, or the database is
     damaged or of a newer release.
 
-    Parameters
-    ----------
-    folder : str
-        It is created if it is missing. One server at a time uses it.
+    `folder`: it is created if it is missing. One server at a time uses it.
     """
 
     def __init__(self, folder: str):
@@ -177,9 +174,9 @@ class Store:
             database.executescript(_SCHEMA)
             if version < _VERSION:  # a full disk must not keep others from being opened
                 database.execute(f"PRAGMA user_version = {_VERSION}")
-            for kind, name in _KINDS.items():
+            for record_type, name in _KINDS.items():
                 for data, in database.execute("SELECT data FROM records WHERE kind = ?", (name,)):
-                    msgspec.json.decode(data, type=kind)
+                    msgspec.json.decode(data, type=record_type)
             return database
         except sqlite3.OperationalError as error:  # no permission, or no space
             raise UserError(f"cannot open the database {path}: {error}") from None
@@ -216,23 +213,24 @@ class Store:
         database.execute("INSERT OR REPLACE INTO records (id, kind, data) VALUES (?, ?, ?)",
                          (record.id, _KINDS[type(record)], msgspec.json.encode(record).decode()))
 
-    def _select(self, kind: type[_Record], condition: str, *values: Any) -> list[_Record]:
+    def _select(self, record_type: type[_Record], condition: str, *values: Any) -> list[_Record]:
         """Return the files or batches with a condition in SQL."""
         try:
             with self._lock:
                 rows = self._database.execute(
                     f"SELECT data FROM records WHERE kind = ? AND {condition}",
-                    (_KINDS[kind], *values)).fetchall()
+                    (_KINDS[record_type], *values)).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"the server's database cannot be used: {error}") from None
-        return [msgspec.json.decode(data, type=kind) for data, in rows]
+        return [msgspec.json.decode(data, type=record_type) for data, in rows]
 
-    def get(self, kind: type[_Record], id: str) -> _Record | None:
+    def get(self, record_type: type[_Record], id: str) -> _Record | None:
         """Return the file or batch with this id; None if there is none."""
-        return next(iter(self._select(kind, "id = ?", id)), None)
+        return next(iter(self._select(record_type, "id = ?", id)), None)
 
-    def page(self, kind: type[_Record], *, after: str | None = None, limit: int | None = None,
-             descending: bool = True, purpose: str | None = None) -> tuple[list[_Record], bool]:
+    def page(self, record_type: type[_Record], *, after: str | None = None,
+             limit: int | None = None, descending: bool = True, purpose: str | None = None
+             ) -> tuple[list[_Record], bool]:
         """Return files or batches by the time of their creation, and whether there are more.
 
         Parameters
@@ -250,13 +248,13 @@ class Store:
             conditions.append("json_extract(data, '$.purpose') = ?")
             values.append(purpose)
         if after is not None:
-            if self.get(kind, after) is None:
+            if self.get(record_type, after) is None:
                 raise KeyError(after)
             conditions.append(f"number {'<' if descending else '>'} "
                               "(SELECT number FROM records WHERE id = ?)")
             values.append(after)
         records = self._select(
-            kind, f"{' AND '.join(conditions) or 'TRUE'} ORDER BY number "
+            record_type, f"{' AND '.join(conditions) or 'TRUE'} ORDER BY number "
             f"{'DESC' if descending else 'ASC'} LIMIT ?", *values,
             -1 if limit is None else limit + 1)
         return records[:limit], limit is not None and len(records) > limit

@@ -42,7 +42,7 @@ from flexgen_h2o.models.registry import published
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.planning.hardware import Hardware, save_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.search import TIE_RATIO, PlanRequest, _rank_choices, predict, search
+from flexgen_h2o.planning.search import TIE_RATIO, PlanRequest, _rank_candidates, predict, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 GB = 10**9
@@ -289,7 +289,7 @@ def test_of_equal_blocks_the_one_of_the_fewest_batches_wins():
     one, four = (find(slow, gpu_batch_size=24 // count, num_gpu_batches=count)[0]
                  for count in (1, 4))
     assert one.tokens_per_second < four.tokens_per_second < one.tokens_per_second / TIE_RATIO
-    assert _rank_choices([four, one]) == [one, four]
+    assert _rank_candidates([four, one]) == [one, four]
     assert printed_reasons(slow, [one, four]) == {"cuts a block into fewer batches"}
 
 
@@ -402,7 +402,7 @@ def test_recall_is_proposed_for_an_offloaded_cache(tmp_path):
         16: 1e9, 8: 1e9, 4: 1e9}))
     plan = plan_of(tmp_path, slow, **HOST_BOUND)
     faster = plan_of(tmp_path, slow, **HOST_BOUND, hh_ratio=0.1, recall=True)
-    assert plan.recall.choice == faster.best and faster.recall is None
+    assert plan.recall.candidate == faster.best and faster.recall is None
     assert faster.best.tokens_per_second > plan.best.tokens_per_second
     line, = (line for line in plan.text.splitlines() if line.startswith("recall"))
     assert f"--hh-ratio 0.1 --recall: {faster.best.tokens_per_second:.4g} tokens/s" in line
@@ -414,7 +414,7 @@ def test_recall_is_proposed_for_an_offloaded_cache(tmp_path):
     searched = plan_of(tmp_path, replace(GPU, gpu_bytes=4 * GB), model="opt-1.3b", prompt_len=1900,
                        percent="auto", gpu_batch_size=16, num_gpu_batches=4)
     assert searched.best.run.policy.cpu_cache_compute and searched.best.run.policy.cache.cpu > 50
-    assert searched.recall.choice.tokens_per_second > searched.best.tokens_per_second
+    assert searched.recall.candidate.tokens_per_second > searched.best.tokens_per_second
 
 
 def test_from_disk_recall_is_proposed_where_it_reads_less(tmp_path):
@@ -424,7 +424,7 @@ def test_from_disk_recall_is_proposed_where_it_reads_less(tmp_path):
     for options in ({"prompt_len": 300, "overlap": False}, {"prompt_len": 1900}):
         plan = plan_of(tmp_path, CPU, **disk, **options)
         assert plan.recall.flags == "--hh-ratio 0.1 --recall --selective-fetch"
-        assert plan.recall.choice.run.recalls_from_disk
+        assert plan.recall.candidate.run.recalls_from_disk
 
 
 def test_selective_fetch_without_effect_is_dropped(tmp_path):

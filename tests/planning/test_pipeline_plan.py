@@ -103,12 +103,12 @@ def test_a_search_proposes_what_fits_on_every_rank():
     plans = search_pipeline(HARDWARE, request, 4, limits)
     for plan in plans:
         assert plan.bounds[-1] == 48 and len(plan.bounds) == 5
-        for part in rank_runs(plan.choice.run, plan.bounds):
+        for part in rank_runs(plan.candidate.run, plan.bounds):
             assert not MemoryPlan(part).shortfalls(limits)
-        assert plan.choice.sequences == 64
-    rates = [plan.choice.tokens_per_second for plan in plans]
+        assert plan.candidate.sequences == 64
+    rates = [plan.candidate.tokens_per_second for plan in plans]
     assert rates == sorted(rates, reverse=True)
-    one = search_pipeline(HARDWARE, request, 1, limits)[0].choice
+    one = search_pipeline(HARDWARE, request, 1, limits)[0].candidate
     assert rates[0] > 2 * one.tokens_per_second
     refused(lambda: search_pipeline(HARDWARE, request, 2, MemoryLimits(None, 1 << 20, 1 << 20)),
             "the run does not fit")
@@ -121,7 +121,7 @@ def test_a_search_leaves_room_for_messages():
     request = PlanRequest(model=LARGE, prompt_len=512, gen_len=16, itemsize=2, prompts=256)
     plans = search_pipeline(gpu, request, 4, limits)
     assert len(plans) > 1
-    assert plans[0].choice.run.workload.num_gpu_batches >= 4
+    assert plans[0].candidate.run.workload.num_gpu_batches >= 4
 
 
 def test_stages_fall_back_to_equal_layer_counts():

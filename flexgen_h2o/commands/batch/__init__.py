@@ -97,18 +97,18 @@ def _run_job(options: BatchOptions, pipeline: Pipeline | None) -> int:
 
 def _run_replica(options: BatchOptions) -> int:
     """Run this process's part of a job, as a replica or as a rank of a replica's pipeline."""
-    place = ReplicaRank.of_this_process(options.run.pipeline_parallel)
-    with (WindowQueue.joined(place) if place.leads else nullcontext() as queue,
-          joined(options.run, "flexgen_h2o.batch", replica=place.replica) as pipeline):
+    rank = ReplicaRank.of_this_process(options.run.pipeline_parallel)
+    with (WindowQueue.joined(rank) if rank.leads else nullcontext() as queue,
+          joined(options.run, "flexgen_h2o.batch", replica=rank.replica) as pipeline):
         if queue is not None:
-            run_replica = _run_other_replica if place.replica else _run_first_replica
-            return run_replica(options, place, queue, pipeline)
+            run_replica = _run_other_replica if rank.replica else _run_first_replica
+            return run_replica(options, rank, queue, pipeline)
         if pipeline is not None:
             follow(pipeline)
         return 0
 
 
-def _run_first_replica(options: BatchOptions, place: ReplicaRank, queue: WindowQueue,
+def _run_first_replica(options: BatchOptions, rank: ReplicaRank, queue: WindowQueue,
                        pipeline: Pipeline | None) -> int:
     """Share the job with the other replicas, and merge the results."""
     published = False
@@ -118,7 +118,7 @@ def _run_first_replica(options: BatchOptions, place: ReplicaRank, queue: WindowQ
             remaining, progress = _resume(options, config, source, results=results, errors=errors)
             size, published = data_parallel.publish_job(queue, source, options, remaining), True
             with report_partial(partial(_done, progress)):
-                _answer_windows(options, place, queue, (remaining, size), pipeline=pipeline,
+                _answer_windows(options, rank, queue, (remaining, size), pipeline=pipeline,
                                 source=source, progress=progress, files=(results, errors))
                 queue.wait_for_others()
                 progress.add(**data_parallel.merge_replica_files(
@@ -131,32 +131,32 @@ def _run_first_replica(options: BatchOptions, place: ReplicaRank, queue: WindowQ
         raise
 
 
-def _run_other_replica(options: BatchOptions, place: ReplicaRank, queue: WindowQueue,
+def _run_other_replica(options: BatchOptions, rank: ReplicaRank, queue: WindowQueue,
                        pipeline: Pipeline | None) -> int:
     """Answer windows of the job that replica 0 publishes."""
     with _open_input(options) as source:
         windows = data_parallel.receive_job(queue, source)
         progress = JobProgress(len(source), 0, 0, None, shown=False)
-        with data_parallel.own_file(options, place) as results:
-            _answer_windows(options, place, queue, windows, pipeline=pipeline, source=source,
+        with data_parallel.own_file(options, rank) as results:
+            _answer_windows(options, rank, queue, windows, pipeline=pipeline, source=source,
                             progress=progress, files=(results, results))
     return 0
 
 
-def _answer_windows(options: BatchOptions, place: ReplicaRank, queue: WindowQueue,
+def _answer_windows(options: BatchOptions, rank: ReplicaRank, queue: WindowQueue,
                     windows: tuple[np.ndarray, int], *, pipeline: Pipeline | None, source: JobInput,
                     progress: JobProgress, files: tuple[ResultsFile, ResultsFile]) -> None:
     """Answer windows of the job on the first rank of a replica."""
     remaining, size = windows
     if not len(remaining):
         return
-    with (data_parallel.open_replica(options.run, place, pipeline) as llm,
+    with (data_parallel.open_replica(options.run, rank, pipeline) as llm,
           StopRequest(_announce_end) as stop):
         progress.begin()
 
         def should_end() -> bool:
             ends = stop.requested or progress.is_over(options.max_hours)
-            if ends and not place.replica:
+            if ends and not rank.replica:
                 queue.end()  # replica 0 hosts the queue, so all replicas end
             return ends or queue.ended
 
@@ -225,7 +225,7 @@ def _refuse_failures(options: BatchOptions, stats: InputStats) -> None:
 
 def _resume(options: BatchOptions, config: RunConfig, source: JobInput, *, results: ResultsFile,
             errors: ResultsFile) -> tuple[np.ndarray, JobProgress]:
-    """Return the places of the requests without an answer in these files, and the progress.
+    """Return the indices of the requests without an answer in these files, and the progress.
 
     Raises `UserError` if the files are of another job.
     """
@@ -250,9 +250,9 @@ def _resume(options: BatchOptions, config: RunConfig, source: JobInput, *, resul
     data_parallel.merge_replica_files(source, results=results, errors=errors)
     answered, succeeded = np.zeros(len(source), bool), np.zeros(len(source), bool)
     for file in files:
-        places, failures = file.answered(source)
-        answered[places] = True
-        succeeded[np.setdiff1d(places, failures)] = True
+        indices, failures = file.answered(source)
+        answered[indices] = True
+        succeeded[np.setdiff1d(indices, failures)] = True
     remaining, failed = np.flatnonzero(~answered), int((answered & ~succeeded).sum())
     done = len(source) - len(remaining)
     if 0 < done < len(source):

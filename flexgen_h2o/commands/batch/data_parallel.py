@@ -86,7 +86,7 @@ def publish_error(queue: WindowQueue, error: str) -> None:
 
 
 def receive_job(queue: WindowQueue, source: JobInput) -> tuple[np.ndarray, int]:
-    """Return the places of the requests that are left, and the requests of a window.
+    """Return the indices of the requests that are left, and the requests of a window.
 
     Raises `UserError` if replica 0 has stopped, or reads another input.
     """
@@ -119,25 +119,25 @@ def work(queue: WindowQueue, job: Job, remaining: np.ndarray, size: int,
     queue.check()  # a lost queue also makes `should_end` true
 
 
-def own_file(options: BatchOptions, place: ReplicaRank) -> ResultsFile:
+def own_file(options: BatchOptions, rank: ReplicaRank) -> ResultsFile:
     """Return the results file of a replica other than replica 0."""
-    return ResultsFile("--output", f"{options.output}.rank{place.replica}")
+    return ResultsFile("--output", f"{options.output}.rank{rank.replica}")
 
 
-def open_replica(config: RunConfig, place: ReplicaRank, pipeline: Pipeline | None) -> LLM:
+def open_replica(config: RunConfig, rank: ReplicaRank, pipeline: Pipeline | None) -> LLM:
     """Open the `LLM` of a replica, on its own GPU or with its share of the host's memory.
 
     The ranks of a pipeline choose their GPUs themselves.
     """
     import torch
 
-    local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", place.replicas)))
+    local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", rank.replicas)))
     if config.memory_limit is None and local > 1:
         free = free_memory(config.offload_dir, None).cpu_bytes
         config = replace(config, memory_limit=free // local)
     on_gpu = config.device == "cuda" or config.device == "auto" and torch.cuda.is_available()
     if on_gpu and pipeline is None:
-        config = replace(config, device=f"cuda:{place.local % max(1, torch.cuda.device_count())}")
+        config = replace(config, device=f"cuda:{rank.local % max(1, torch.cuda.device_count())}")
     return open_on_ranks(config, pipeline, progress=False)
 
 
@@ -153,10 +153,7 @@ def merge_replica_files(source: JobInput, *, results: ResultsFile, errors: Resul
 
     Raises `UserError` if a file is being written, or has a line that is no result of this job.
 
-    Parameters
-    ----------
-    results, errors : ResultsFile
-        May be the same file.
+    `results` and `errors`: may be the same file.
 
     Returns
     -------
@@ -172,8 +169,8 @@ def merge_replica_files(source: JobInput, *, results: ResultsFile, errors: Resul
         with ResultsFile("--output", path) as file:
             file.answered(source)  # checks that the file is of this job
             with catch_write_errors("--output", path), open(path, "rb") as lines:
-                while part := list(islice(lines, _LINES)):
-                    _add_new(part, answered, source, counts, {True: results, False: errors})
+                while chunk := list(islice(lines, _LINES)):
+                    _add_new(chunk, answered, source, counts, {True: results, False: errors})
             with catch_write_errors("--output", path):
                 os.unlink(path)
     return counts
@@ -184,12 +181,12 @@ def _add_new(lines: Sequence[bytes], answered: np.ndarray, source: JobInput,
     """Add the lines of requests without an answer to the file of successes or of failures."""
     new: dict[bool, list[bytes]] = {True: [], False: []}
     keys, successes = zip(*map(request_key, lines), strict=True)
-    places = source.find(np.array(keys, np.uint64))
-    for line, place, success in zip(lines, places, successes, strict=True):
-        if place < 0 or not answered[place]:
+    indices = source.find(np.array(keys, np.uint64))
+    for line, index, success in zip(lines, indices, successes, strict=True):
+        if index < 0 or not answered[index]:
             new[success].append(line.rstrip(b"\n"))
-        if place >= 0 and not answered[place]:
-            answered[place] = True
+        if index >= 0 and not answered[index]:
+            answered[index] = True
             counts["answered"] += 1
             counts["failed"] += not success
             response = _ANSWER.decode(line).response

@@ -96,8 +96,8 @@ def scan_input(source: JobInput, encoder: Encoder, options: BatchOptions) -> Inp
     """Read, check and tokenize every request, and count them."""
     stats = InputStats()
     with RequestTokenizer(encoder, options.defaults(), options.template) as tokenizer:
-        for place in ProgressBar(range(len(source)), desc="checking", unit="line", disable=None):
-            stats.add(tokenizer.read(source, place), int(source.numbers[place]))
+        for index in ProgressBar(range(len(source)), desc="checking", unit="line", disable=None):
+            stats.add(tokenizer.read(source, index), int(source.numbers[index]))
     return stats
 
 

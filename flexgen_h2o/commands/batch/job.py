@@ -91,14 +91,14 @@ class Job:
         self._answered = self._nonfinite = self._largest = 0
         self.stats: RunStats | None = None
 
-    def run(self, places: Iterable[int]) -> None:
-        """Answer the requests at these places of the input, until `should_end`.
+    def run(self, indices: Iterable[int]) -> None:
+        """Answer the requests at these indices of the input, until `should_end`.
 
         Raises `UserError` if a file cannot be read or written, or the model cannot run.
         """
         with RequestTokenizer(self._llm, self._options.defaults(),
                               self._options.template) as tokenizer:
-            requests = (tokenizer.read(self._source, place) for place in places)
+            requests = (tokenizer.read(self._source, index) for index in indices)
             for ready, failed in windows(requests, self._options.window):
                 self._write_failures(failed)
                 if self._should_end():
@@ -109,8 +109,8 @@ class Job:
     def _write_failures(self, failed: Sequence[FailedRequest]) -> None:
         if failed:
             self._errors.add([
-                failure_line(entry.error, key=int(self._source.keys[entry.place]),
-                             number=int(self._source.numbers[entry.place]),
+                failure_line(entry.error, key=int(self._source.keys[entry.index]),
+                             number=int(self._source.numbers[entry.index]),
                              custom_id=entry.custom_id)
                 for entry in failed])
             self._progress.add(answered=len(failed), failed=len(failed))
@@ -139,7 +139,7 @@ class Job:
             self._nonfinite += 1
             if self._nonfinite > 1 and not self._answered:
                 raise error
-        self._write_failures([FailedRequest(bad.place, bad.request.custom_id,
+        self._write_failures([FailedRequest(bad.index, bad.request.custom_id,
                                             failure_reason(error))])
         return _reset(pending for pending in ready if not pending.answered and pending is not bad)
 
@@ -156,7 +156,7 @@ class Job:
             if self.stats is None or waiting[0].max_tokens() <= self._largest:
                 raise error
             bad = BadRequest(str(error), code="insufficient_memory")
-            self._write_failures([FailedRequest(waiting[0].place, waiting[0].request.custom_id,
+            self._write_failures([FailedRequest(waiting[0].index, waiting[0].request.custom_id,
                                                 bad)])
             return not self._should_end()
         if not self._warned:
@@ -195,12 +195,12 @@ class Job:
             entry, choice = owners[key]
             entry.outputs[choice] = output
             if entry.finished:
-                choices = [entry.outputs.pop(place) for place in range(entry.choices)]
+                choices = [entry.outputs.pop(index) for index in range(entry.choices)]
                 entry.answered = True
                 self._largest = max(self._largest, entry.max_tokens())
                 tokens += sum(len(each.prompt_token_ids) for each in choices[::entry.request.n])
                 lines.append(answer_line(
-                    entry.request, choices, key=int(self._source.keys[entry.place]),
+                    entry.request, choices, key=int(self._source.keys[entry.index]),
                     model=self._options.run.model, created=int(time.time()), parser=self._parser))
         self._results.add(lines)
         self._answered += len(lines)

@@ -47,10 +47,7 @@ only as the text of a trace."""
 class RayJob:
     """Runs a job's requests on replicas.
 
-    Parameters
-    ----------
-    results, errors : ResultsFile
-        Files for answers and for failures; may be the same.
+    `results` and `errors`: files for answers and for failures; may be the same.
     """
 
     def __init__(self, source: JobInput, options: BatchOptions, *, results: ResultsFile,
@@ -59,15 +56,12 @@ class RayJob:
         self._results, self._errors, self._progress = results, errors, progress
 
     def run(self, remaining: np.ndarray, should_end: Callable[[], bool]) -> None:
-        """Answer the requests at these places of the input.
+        """Answer the requests at these indices of the input.
 
         Raises `UserError` if ray is missing or too small, or a replica cannot run or dies
         repeatedly.
 
-        Parameters
-        ----------
-        should_end : callable
-            Is called after each window.
+        `should_end` is called after each window.
         """
         options = self._options
         resources = _memory(options, self._source)
@@ -113,10 +107,10 @@ class RayJob:
         waiting = np.zeros(len(self._source), bool)
         waiting[remaining] = True
         for table in tables:
-            if table["place"][0].as_py() == _ERROR:
+            if table["index"][0].as_py() == _ERROR:
                 raise UserError(table["line"][0].as_py().decode())
-            rows = [row for row in table.to_pylist() if waiting[row["place"]]]
-            waiting[[row["place"] for row in rows]] = False
+            rows = [row for row in table.to_pylist() if waiting[row["index"]]]
+            waiting[[row["index"] for row in rows]] = False
             self._errors.add([row["line"] for row in rows if row["failed"]])
             self._results.add([row["line"] for row in rows if not row["failed"]])
             self._progress.add(
@@ -153,11 +147,11 @@ def _windows(source: JobInput, remaining: np.ndarray, size: int) -> Iterator[pya
     import pyarrow  # installed with Ray
 
     for start in range(0, len(remaining), size):
-        places = remaining[start:start + size]
+        indices = remaining[start:start + size]
         yield pyarrow.table({
-            "place": pyarrow.array(places, pyarrow.int64()), "offset": source.offsets[places],
-            "key": source.keys[places], "number": source.numbers[places],
-            "kind": source.kinds[places]})
+            "index": pyarrow.array(indices, pyarrow.int64()), "offset": source.offsets[indices],
+            "key": source.keys[indices], "number": source.numbers[indices],
+            "kind": source.kinds[indices]})
 
 
 def _read(table: pyarrow.Table, path: str) -> pyarrow.Table:
@@ -176,7 +170,7 @@ def _error_table(error: UserError) -> pyarrow.Table:
     """Return a table that ends the job with an error."""
     import pyarrow
 
-    return pyarrow.table({"place": [_ERROR],
+    return pyarrow.table({"index": [_ERROR],
                           "line": pyarrow.array([str(error).encode()], pyarrow.large_binary())})
 
 
@@ -198,9 +192,9 @@ class JobReplica(Replica):
         self._options, self._path = options, path
 
     def __call__(self, table: pyarrow.Table) -> pyarrow.Table:
-        """Return result lines: columns place, line, failed, and in the first row the sums
+        """Return result lines: columns index, line, failed, and in the first row the sums
         prompt_tokens and generated_tokens."""
-        if table["place"][0].as_py() == _ERROR:
+        if table["index"][0].as_py() == _ERROR:
             return table
         try:
             return self._answer(table)
@@ -217,7 +211,7 @@ class JobReplica(Replica):
         lines = errors.lines + results.lines
         zeros = [0] * (len(lines) - 1)
         return pyarrow.table({
-            "place": pyarrow.array([window.places[request_key(line)[0]] for line in lines],
+            "index": pyarrow.array([window.indices[request_key(line)[0]] for line in lines],
                                    pyarrow.int64()),
             "line": pyarrow.array(lines, pyarrow.large_binary()),
             "failed": [True] * len(errors.lines) + [False] * len(results.lines),
@@ -226,18 +220,18 @@ class JobReplica(Replica):
 
 
 class _Window:
-    """The lines of a window, in place of a `JobInput`. `places` are those in the input, by key."""
+    """The lines of a window, in place of a `JobInput`. `indices` are those in the input, by key."""
 
     def __init__(self, table: pyarrow.Table, path: str):
         self.keys, self.numbers, self.kinds = (
             table[name].to_numpy() for name in ("key", "number", "kind"))
-        self.places = dict(zip(self.keys.tolist(), table["place"].to_pylist(), strict=True))
+        self.indices = dict(zip(self.keys.tolist(), table["index"].to_pylist(), strict=True))
         self._lines, self._path = table["line"], path
 
-    def line(self, place: int) -> bytes:
+    def line(self, index: int) -> bytes:
         """Return a line. Raises `UserError` if the input has changed."""
-        line = self._lines[place].as_py()
-        check_line(line, self, place, self._path)
+        line = self._lines[index].as_py()
+        check_line(line, self, index, self._path)
         return line
 
 
