@@ -246,7 +246,14 @@ class Decoder:
 
     def recurrent(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
                   advance: Callable[..., Tensor], ops: Operations) -> Tensor:
-        """Add the output of a recurrent layer to x; see `gated_delta_net.add_delta_net_`."""
+        """Add the output of a recurrent layer to x [rows, hidden] and return x.
+
+        Parameters
+        ----------
+        advance : callable (rule, *rows) -> Tensor
+            Call ``rule(*rows, states, sequences=..., lengths=...)`` with the states of these rows'
+            sequences: see `kernels.reference.delta_rule.gated_delta_net`.
+        """
         raise NotImplementedError
 
     def mlp(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, ops: Operations) -> Tensor:

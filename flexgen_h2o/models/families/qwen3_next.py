@@ -1,19 +1,33 @@
 """Qwen3-Next, and the text models of Qwen3.5 and Qwen3.6, dense and mixtures of experts.
 
-Three of four layers have a gated DeltaNet (arXiv 2412.06464), the others gated attention.
+Three of four layers have a gated DeltaNet (arXiv 2412.06464), the others gated attention. The
+short names of a DeltaNet's tensors are
+
+- "mixed": queries, keys and values of all heads, which go through a causal convolution,
+- "beta", "step": a gate of how much each head's state takes in, and of how much it forgets,
+- "conv" [channels, 1, kernel], "log_decay" and "step_bias" [value heads],
+- "z": the gate of the output, whose heads are normed by "z_norm", and "out".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config.layers import RecurrentConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.decoder import layer_number, linear_specs, move_last
+from flexgen_h2o.models.decoder import (
+    add_linear_,
+    layer_number,
+    linear_specs,
+    move_last,
+    normed,
+    product,
+    row_blocks,
+)
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.gated_delta_net import add_delta_net_, delta_specs
 from flexgen_h2o.models.mixture import MixtureDecoder, read_dense_layers, read_experts
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import read_rope
@@ -73,7 +87,7 @@ class Qwen3Next(MixtureDecoder):
         Checkpoints have the queries and the gate of each head in one matrix.
         """
         if cfg.is_recurrent(layer_number(prefix)):
-            return delta_specs(cfg, f"{prefix}linear_attn.")
+            return _delta_specs(cfg, f"{prefix}linear_attn.")
         specs = super().attention_specs(cfg, prefix)
         for short, name in (("q", "query"), ("out_gate", "gate")):
             specs |= linear_specs(short, f"{prefix}self_attn.q_proj.{name}",
@@ -82,7 +96,27 @@ class Qwen3Next(MixtureDecoder):
 
     def recurrent(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
                   advance: Callable[..., Tensor], ops: Operations) -> Tensor:
-        return add_delta_net_(cfg, w, x, advance, ops)
+        """Add the output of a gated DeltaNet to x [rows, hidden] and return x."""
+        from flexgen_h2o.kernels.ops import gated_delta_net  # here, because it imports torch
+
+        heads, rows = cfg.recurrent, len(x)
+        assert heads is not None
+        mixed, beta, step = (ops.get(name, (rows, width), x.dtype) for name, width in (
+            ("mixed", heads.conv_size), ("beta", heads.value_heads), ("step", heads.value_heads)))
+        for block in row_blocks(rows):
+            source = normed(cfg, w, "ln1", x[block], ops)
+            for name, out in (("mixed", mixed), ("beta", beta), ("step", step)):
+                ops.linear(source, w[name], None, out=out[block])
+        weights = w["conv"].squeeze(1), w["log_decay"], w["step_bias"]
+        values = advance(partial(gated_delta_net, weights=weights, config=heads),
+                         mixed, beta, step).view(rows, heads.value_size)
+        for block in row_blocks(rows):
+            z = product(w, "z", normed(cfg, w, "ln1", x[block], ops), ops)
+            by_head = values[block].view(-1, heads.value_dim)
+            ops.rms_norm(by_head, w["z_norm"], eps=cfg.norm_eps, out=by_head)
+            ops.activate_(z, "silu", values[block])
+            add_linear_(cfg, w, x[block], z, ops, matrix="out", post_norm="post1")
+        return x
 
     def views(self, cfg: ModelConfig) -> dict[str, Sequence[View]]:
         """Return the views of experts, of queries and gates, and of Qwen3-Next's projections."""
@@ -118,6 +152,22 @@ class Qwen3Next(MixtureDecoder):
                     ("in_proj_qkv", tensor, query + key + value), ("in_proj_z", tensor, gate),
                     ("in_proj_b", f"{prefix}in_proj_ba", beta),
                     ("in_proj_a", f"{prefix}in_proj_ba", step))}
+
+
+def _delta_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+    """Return the tensors of a gated DeltaNet under the names of Qwen3.5, in the order of use."""
+    heads, hidden = cfg.recurrent, cfg.hidden_size
+    assert heads is not None
+    gates = (heads.value_heads, hidden)
+    return {**linear_specs("mixed", f"{prefix}in_proj_qkv", (heads.conv_size, hidden)),
+            **linear_specs("beta", f"{prefix}in_proj_b", gates),
+            **linear_specs("step", f"{prefix}in_proj_a", gates),
+            **linear_specs("z", f"{prefix}in_proj_z", (heads.value_size, hidden)),
+            **linear_specs("out", f"{prefix}out_proj", (hidden, heads.value_size)),
+            "conv": TensorSpec(f"{prefix}conv1d.weight", (heads.conv_size, 1, heads.kernel)),
+            "log_decay": TensorSpec(f"{prefix}A_log", (heads.value_heads,)),
+            "step_bias": TensorSpec(f"{prefix}dt_bias", (heads.value_heads,)),
+            "z_norm": TensorSpec(f"{prefix}norm.weight", (heads.value_dim,))}
 
 
 def _block_rows(blocks: int, widths: Sequence[int], number: int) -> tuple[range, ...]:
