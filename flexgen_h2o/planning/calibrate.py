@@ -83,13 +83,16 @@ def load_or_calibrate(device: Device, offload_dir: AnyDirs, *, recalibrate: bool
         Gets a description of each measurement before it starts.
     """
     dirs = OffloadDirs.of(offload_dir)
-    machines = [_load_or_calibrate(device, dirs.paths[folders[0]], recalibrate, progress)
-                for folders in folders_by_disk(dirs)]
+    machines: list[Hardware] = []
+    for folders in folders_by_disk(dirs):
+        machines.append(_load_or_calibrate(device, dirs.paths[folders[0]], recalibrate, progress,
+                                           other_disk=machines[0] if machines else None))
     return _as_one_disk(dirs, machines)
 
 
 def _load_or_calibrate(device: Device, offload_dir: AnyPath, recalibrate: bool,
-                       progress: ProgressCallback) -> Hardware:
+                       progress: ProgressCallback, other_disk: Hardware | None) -> Hardware:
+    """Do as `load_or_calibrate` for one disk, given the machine's figures with another disk."""
     path = _calibration_file(device, offload_dir)
     if not recalibrate:
         try:
@@ -99,7 +102,10 @@ def _load_or_calibrate(device: Device, offload_dir: AnyPath, recalibrate: bool,
                 return calibration
         except UserError as error:
             _log.warning("measuring this machine again: %s", error)
-    hardware = calibrate(device, offload_dir, progress=progress)
+    if other_disk is None:
+        hardware = calibrate(device, offload_dir, progress=progress)
+    else:
+        hardware = _with_disk(other_disk, device, offload_dir, progress)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_hardware(hardware, path)
@@ -206,6 +212,15 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Progr
     recall = replace(recall, **{name: _figure(getattr(recall, name)) for name in RECALL_RATES})
     return Hardware(name=_name(device), links=links, compute=compute, recall=recall,
                     host_attention=host_attention, **slowdowns, **_memory(device, offload_dir))
+
+
+@torch.inference_mode()
+def _with_disk(machine: Hardware, device: Device, offload_dir: AnyPath,
+               progress: ProgressCallback) -> Hardware:
+    """Return a calibrated machine with another disk, of which only the links are measured."""
+    rates = Rates(device, measured_dtype(device), Sizes.for_device(device))
+    links, slowdowns = _links(rates, device, offload_dir, progress)
+    return replace(machine, links=links, **slowdowns, **_memory(device, offload_dir))
 
 
 def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progress: ProgressCallback

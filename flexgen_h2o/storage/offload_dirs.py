@@ -65,7 +65,7 @@ class OffloadDirs:
     ----------
     paths : tuple of path
     stripes : tuple of int
-        Number of consecutive stripes of a file that each folder has in turn.
+        Stripes of a file in each folder, in a round over all of them.
     """
 
     paths: tuple[AnyPath, ...]

@@ -27,7 +27,7 @@ def folders(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("h2o", "policy"), [
     (None, {}), (None, {"num_gpu_batches": 1, "gpu_batch_size": 5}),
     (H2OConfig(heavy_ratio=0.2, recent_ratio=0.2), {}),
-    (H2OConfig(recall=True, heavy_ratio=0.2, recent_ratio=0.2), {"fetch_chosen": True})],
+    (H2OConfig(recall=True, heavy_ratio=0.2, recent_ratio=0.2), {"selective_fetch": True})],
     ids=["full", "shards", "h2o", "selective fetch"])
 def test_tokens_with_several_offload_folders(tiny_model, tmp_path, folders, h2o, policy):
     tiny = tiny_model("llama")

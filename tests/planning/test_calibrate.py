@@ -272,9 +272,18 @@ class FakeFolder(os.PathLike):
 
 
 def test_several_disks_count_as_one(calls, monkeypatch, tiny_hardware):
+    """Compute is measured once."""
     rates = {"fast/a": 4e9, "slow": 1e9}  # of the first folder on each disk
-    monkeypatch.setattr(module, "calibrate", lambda device, folder, *, progress: replace(
-        tiny_hardware, links={"disk->cpu": rates[folder], "cpu->disk": 1e9}))
+
+    def links(rates_of_device, device, folder, progress):
+        return {"disk->cpu": rates[folder], "cpu->disk": 1e9}, {}
+
+    def counted(device, folder, *, progress):
+        calls.append(folder)
+        return replace(tiny_hardware, links=links(None, device, folder, progress)[0])
+
+    monkeypatch.setattr(module, "_links", links)
+    monkeypatch.setattr(module, "calibrate", counted)
     for place in (module, free_memory):
         monkeypatch.setattr(place, "nearest_folder", FakeFolder)
     folders = ["fast/a", "slow", "fast/b"]
@@ -282,6 +291,7 @@ def test_several_disks_count_as_one(calls, monkeypatch, tiny_hardware):
     assert module.by_measured_rates(Device(), folders).stripes == (1, 1, 1)
     hardware = this_machine(folders)
     assert hardware.links == pytest.approx({"disk->cpu": 5e9, "cpu->disk": 1.25e9})
+    assert calls == ["fast/a"]
     assert module.load_calibration(Device(), folders).links == hardware.links
     dirs = module.by_measured_rates(Device(), folders)
     assert dirs.stripes == (2, 1, 2), "the folders on one disk divide its rate"
