@@ -211,9 +211,7 @@ class DecoderLayers:
         return self._config.rope_number(self._stage.first + self._layer(action))
 
     def attend(self, action: Action) -> None:
-        """Start the attention of a decode step ahead of its `compute`, if its layer has any."""
-        if self._recurrent[self._layer(action)]:
-            return
+        """Start the attention of a decode step ahead of its `compute`."""
         self._pending_attention[action.batch] = self._start_attention(action)
 
     def compute(self, action: Action) -> None:

@@ -111,12 +111,14 @@ class Executor:
         layout = batches[0].layout
         passes = layout.prefill_passes + layout.new
         self._ended = [0] * passes
+        # Attention that starts early has its caches stored before the compute, which a recurrent
+        # layer needs to advance its states.
+        attends_early = self._workspace.cache.attends_on_host and self._workspace.states is None
         start = began = time.perf_counter()
         for action in schedule(
                 passes, stage.num_layers, len(batches), overlap=overlap,
                 sep_layer=self._policy.sep_layer, keep_cache=keep_cache, stage=stage, groups=groups,
-                attend_early_from=(layout.prefill_passes if self._workspace.cache.attends_on_host
-                                   else None),
+                attend_early_from=layout.prefill_passes if attends_early else None,
                 no_ops=self._no_ops):
             if action.batch is None or self._has_rows(action):
                 self._METHODS[action.op](self, action)
