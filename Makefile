@@ -73,9 +73,9 @@ test-wheel:
 	rm -f $(VENV)/.have-wheel
 	$(MAKE) $(VENV)/.have-wheel
 
-KERNEL_TESTS := $(addprefix tests/kernels/test_,$(addsuffix .py,ops native skinny_matmul tiled_matmul \
-    quantization matrices quantized_products mxfp4_matrices float12_matrices rounded_activations \
-    expert_products recall_kernels assign_slots fetch_tokens attention_variants sparse_attention \
+KERNEL_TESTS := $(addprefix tests/kernels/test_,$(addsuffix .py,ops native linear \
+    quantization matrices quantized_products float_matrices rounded_activations \
+    expert_kernels recall_kernels hot_set_kernels sparse_attention \
     layer_operations latent_kernels))
 
 # The kernels' tests once more, against a build that stops at any access out of bounds and any

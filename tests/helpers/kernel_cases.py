@@ -4,8 +4,6 @@ Whatever must not be read is poison: NaN in floats, 255 in records (then scales 
 NaN too). Whatever may be strided is.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import runpy
@@ -21,12 +19,14 @@ import torch
 
 from flexgen_h2o.config.cache_layout import CacheLayout, split_slots
 from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
-from flexgen_h2o.kernels import torch_ops
+from flexgen_h2o.kernels import ops, torch_ops
 from flexgen_h2o.kernels.arguments import VariantArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
 from helpers import selection
 
@@ -61,6 +61,27 @@ TILED = [name for name in AVAILABLE if name.startswith("amx")]
 """Sets with AMX tiles or their emulation."""
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Relative rounding errors of products; for float32 that of the sums."""
+
+MXFP4, COMPACT = 4.25, 4.5
+"""Stand for 4 bits in MXFP4 and with compact scales."""
+MATRIX_SHAPES = [(1, 1, 64), (16, 64, 64), (33, 200, 64), (50, 576, 64), (32, 130, 32), (97, 8, 8),
+                 (40, 96, 16), (7, 72, 24)]
+"""Outputs, inputs, group: neither, either or both fill up their tiles and groups."""
+
+
+def matrix_layout(outputs: int, inputs: int, bits: float, group: int = 64) -> MatrixLayout:
+    """Return a layout of bits, `MXFP4` or `COMPACT`. With 6 bits, groups are multiples of 16."""
+    if bits == MXFP4:
+        return MatrixLayout(outputs, inputs, 4, 32, mxfp4=True)
+    return MatrixLayout(outputs, inputs, int(bits), -(-group // 16) * 16 if bits == 6 else group,
+                        compact=bits == COMPACT)
+
+
+def quantized(weight: torch.Tensor, bits: float, group: int = 64, activation_bits: int = 16
+              ) -> QuantizedMatrix:
+    """Return a quantized matrix."""
+    layout = matrix_layout(*weight.shape, bits, group)
+    return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout, activation_bits)
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """What tests reach inside of the kernels for: their library, its calls and its threads."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from flexgen_h2o.kernels import ops

@@ -1,7 +1,5 @@
 """Fixtures of the tests of Triton's kernels, which run in Triton's interpreter."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,17 +1,14 @@
 """Batch invariance of the operations: a row gives the same bits alone and among any others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.kernel_cases import AVAILABLE, BUILT, decode_case, prefill_case, threads, using
+from helpers.kernel_cases import AVAILABLE, BUILT, decode_case, threads, using
 from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.eviction import Eviction
 from flexgen_h2o.kernels import dispatch, ops
@@ -84,52 +81,6 @@ def test_products_depend_on_other_rows_otherwise(name):
     assert any(map(depends, DTYPES))
 
 
-@given(rows=ROWS, count=st.integers(1, 3), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=examples(20))
-def test_norms_and_activations_do_not_depend_on_rows(rows, count, dtype):
-    x, factor = X.to(dtype), X.flip(0).to(dtype)
-    bias = WEIGHT[1].to(dtype)
-    operations = [
-        lambda x, f: layers.rms_norm(x, bias, eps=1e-5),
-        lambda x, f: layers.rms_norm(x, bias, eps=1e-5, offset=1.0),
-        lambda x, f: layers.layer_norm(x, bias, bias, eps=1e-5),
-        *(lambda x, f, name=name: layers.activate_(x.clone(), name, f)
-          for name in ("relu", "silu", "gelu", "gelu_new"))]
-    with dispatch.batch_invariant():
-        for operation in operations:
-            with threads(1):
-                everything = operation(x, factor)
-            with threads(count):
-                assert torch.equal(operation(x[rows], factor[rows]), everything[rows])
-
-
-LENGTHS = [5, 130, 64, 1, 300, 40]
-SHORT = [torch.bfloat16, torch.float32]
-
-
-@pytest.mark.parametrize("dtype", SHORT)
-@pytest.mark.parametrize("attention", [DEFAULT_VARIANT, AttentionVariant(
-    softcap=20.0, window=50, sinks=True)], ids=["plain", "windows"])
-def test_prefill_attention_does_not_depend_on_batch(dtype, attention):
-    case = prefill_case(LENGTHS, group=2, dim=32, dtype=dtype, decay=0.99, attention=attention)
-    out = ops.prefill_attention(**case)
-    before = prefill_case(LENGTHS, group=2, dim=32, dtype=dtype)["scores"]
-    first = 0
-    for length in LENGTHS:
-        rows, first = slice(first, first + length), first + length
-        q, k, v = (case[name][rows] for name in "qkv")
-        scores = before[:, rows].clone()
-        options = {"variant": attention, "sinks": case["sinks"], "decay": 0.99}
-        with threads(2):
-            alone = ops.prefill_attention(q, k, v, [length], key_lengths=[length], scores=scores,
-                                          **options)
-            half = length // 2
-            later = ops.prefill_attention(q[half:], k, v, [length - half], key_lengths=[length],
-                                          scores=scores.clone(), **options)
-        assert torch.equal(alone, out[rows]) and torch.equal(scores, case["scores"][:, rows])
-        assert torch.equal(later, out[rows][half:])
-
-
 CACHED = [600, 3, 257, 0, 256, 512, 40]
 
 
@@ -154,7 +105,7 @@ def test_decode_attention_does_not_depend_on_batch(stored, evicts):
                 name: getattr(alone["state"], name)[rows, :, :slots].contiguous()
                 for name in ("scores", "positions")})
         with threads(2):
-            mine, mine_written = ops.decode_attention(**alone)
-        assert torch.equal(mine, out[rows]) and torch.equal(mine_written, written[rows])
+            single, single_written = ops.decode_attention(**alone)
+        assert torch.equal(single, out[rows]) and torch.equal(single_written, written[rows])
         if evicts:
             assert torch.equal(alone["state"].scores, together["state"].scores[rows, :, :slots])

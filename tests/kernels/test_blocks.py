@@ -1,8 +1,6 @@
 """Blocks of GGUF files: values are bit for bit those of the gguf package, and a quantized matrix of
 the same codes differs from them by the rounding of scales and zero points to float16 alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -39,10 +37,10 @@ def test_random_bytes(name):
     packed = np.random.default_rng(0).integers(0, 256, (700, 3 * kind.nbytes), dtype=np.uint8)
     with np.errstate(invalid="ignore"):
         expected = reference(packed, GGMLQuantizationType[name])
-    found = dequantize(torch.from_numpy(packed), kind)
-    assert found.dtype == torch.float32 and tuple(found.shape) == (700, 3 * kind.elements)
-    exact = found.view(torch.int32).numpy() == expected.view(np.int32)
-    assert np.all(exact | np.isnan(expected) & np.isnan(found.numpy()))
+    actual = dequantize(torch.from_numpy(packed), kind)
+    assert actual.dtype == torch.float32 and tuple(actual.shape) == (700, 3 * kind.elements)
+    exact = actual.view(torch.int32).numpy() == expected.view(np.int32)
+    assert np.all(exact | np.isnan(expected) & np.isnan(actual.numpy()))
 
 
 def test_every_scale_of_mxfp4():
@@ -58,13 +56,13 @@ def unpacked(data: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:
 
 def repacked(packed: np.ndarray, name: str, layout: MatrixLayout, order=None) -> torch.Tensor:
     """The bytes of a matrix, none of which is left as it was."""
-    found = []
+    results = []
     for fill in (0, 255):
         out = torch.full((layout.nbytes,), fill, dtype=torch.uint8)
         assert ops.repack(packed, CODED[name], layout, out, order)
-        found.append(out)
-    assert torch.equal(*found)
-    return found[0]
+        results.append(out)
+    assert torch.equal(*results)
+    return results[0]
 
 
 @pytest.mark.parametrize("name", CODED)
@@ -74,13 +72,13 @@ def test_repacking_keeps_the_codes(name):
     layout = CODED[name].layout(37, 512)
     data = repacked(packed, name, layout)
     assert torch.equal(data, reference_blocks.repack(torch.from_numpy(packed), CODED[name], layout))
-    found = unpacked(data, layout)
+    actual = unpacked(data, layout)
     if name in EXACT:
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
     # |scale * code| + |zero| is at most three times the largest element of a group.
     largest = expected.view(37, -1, layout.group).abs().amax(-1).repeat_interleave(layout.group, 1)
-    assert ((found - expected).abs() <= 2.0**-11 * 3 * largest + 2.0**-19).all()
-    assert found.abs().mean() > 0.05, "nothing to see"
+    assert ((actual - expected).abs() <= 2.0**-11 * 3 * largest + 2.0**-19).all()
+    assert actual.abs().mean() > 0.05, "nothing to see"
 
 
 @pytest.mark.parametrize("chosen", SETS)

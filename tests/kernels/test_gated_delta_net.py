@@ -1,7 +1,5 @@
 """The gated DeltaNet: the reference against transformers, kernels against the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,11 +53,11 @@ def test_delta_rules_are_those_of_transformers(tokens):
         wanted, last = getattr(theirs, f"torch_{name}_gated_delta_rule")(
             q, k, v, g=decay, beta=beta, initial_state=state.clone(), output_final_state=True)
         rule = reference.chunked_delta_rule if name == "chunk" else reference.recurrent_delta_rule
-        found = state.clone()
+        results = state.clone()
         out = rule(q.transpose(1, 2) * 5**-0.5, k.transpose(1, 2), v.transpose(1, 2),
-                   decay.transpose(1, 2), beta.transpose(1, 2), found)
+                   decay.transpose(1, 2), beta.transpose(1, 2), results)
         torch.testing.assert_close(out.transpose(1, 2), wanted, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found, last, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results, last, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", CONFIGS[:3])
@@ -87,8 +85,8 @@ def test_kernels_equal_the_reference(name, config, lengths, dtype, seed):
     arguments = case(config, lengths, dtype=dtype, seed=seed)
     wanted, states = run(reference, arguments)
     with using(name):
-        out, found = run(native, arguments)
-    torch.testing.assert_close(found, states, rtol=1e-4, atol=1e-4)
+        out, results = run(native, arguments)
+    torch.testing.assert_close(results, states, rtol=1e-4, atol=1e-4)
     rounding = {torch.float32: 1e-4, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
     torch.testing.assert_close(out, wanted, rtol=rounding, atol=rounding / 4)
 

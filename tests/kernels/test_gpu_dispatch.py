@@ -1,6 +1,4 @@
-"""What runs on which GPU: the table, and its paths on a pretended one against the reference."""
-
-from __future__ import annotations
+"""What runs on which GPU: the table, and its paths on a fake one against the reference."""
 
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Values that are the last elements of the keys: the kernels against the reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -30,8 +28,8 @@ def latent(case):
 def both(function, expected_function, case):
     """Return the results of two functions, and the copies of the case that they changed."""
     cases = [{name: copied(x) for name, x in case.items()} for _ in range(2)]
-    for each in cases:
-        each["v"] = each["k"][..., ROPE:]
+    for case_copy in cases:
+        case_copy["v"] = case_copy["k"][..., ROPE:]
     return function(**cases[0]), expected_function(**cases[1]), *cases
 
 
@@ -42,23 +40,23 @@ def test_decode_attention(stored, eviction, rotary):
     case = latent(decode_case([3, 70, 9], group=5, kv_heads=1, dim=DIM, stored=stored,
                               full=() if eviction is None else {1}, eviction=eviction,
                               rotary=rotary, attention=AttentionVariant(scale=0.3)))
-    (out, place), (wanted, wanted_place), mine, theirs = both(
+    (out, place), (wanted, wanted_place), ours, theirs = both(
         ops.decode_attention, reference.decode_attention, case)
     assert out.shape == (3, 5, DIM - ROPE)
     torch.testing.assert_close(out, wanted, rtol=0, atol=BOUND[out.dtype])
     assert torch.equal(place, wanted_place)
-    torch.testing.assert_close(mine["slots"], theirs["slots"], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(ours["slots"], theirs["slots"], rtol=0, atol=0, equal_nan=True)
     if eviction is not None:
-        assert torch.equal(mine["state"].positions, theirs["state"].positions)
-        torch.testing.assert_close(mine["state"].scores, theirs["state"].scores)
+        assert torch.equal(ours["state"].positions, theirs["state"].positions)
+        torch.testing.assert_close(ours["state"].scores, theirs["state"].scores)
 
 
 @pytest.mark.parametrize("stored", FORMS)
 def test_select_heavy_hitters(stored):
     case = latent(select_case([Cut(20, 3, 4), Cut(5, 3, 4)], stored=stored, dim=DIM, kv_heads=1))
-    _, _, mine, theirs = both(ops.select_heavy_hitters, reference.select_heavy_hitters, case)
-    assert torch.equal(mine["slots"], theirs["slots"])
-    assert torch.equal(mine["state"].positions, theirs["state"].positions)
+    _, _, ours, theirs = both(ops.select_heavy_hitters, reference.select_heavy_hitters, case)
+    assert torch.equal(ours["slots"], theirs["slots"])
+    assert torch.equal(ours["state"].positions, theirs["state"].positions)
 
 
 @pytest.mark.parametrize("stored", FORMS)
@@ -69,10 +67,10 @@ def test_recall_attention(stored):
     case["selected"] = torch.stack([torch.randperm(count)[:3] for count in cached.tolist()]
                                    )[:, None].int()
     case["metadata"] = torch.stack((cached, torch.full_like(cached, 3))).contiguous()
-    (out, _), (wanted, _), mine, theirs = both(
+    (out, _), (wanted, _), ours, theirs = both(
         ops.recall_attention, reference_recall.recall_attention, case)
     torch.testing.assert_close(out, wanted, rtol=0, atol=BOUND[out.dtype])
-    torch.testing.assert_close(mine["slots"], theirs["slots"], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(ours["slots"], theirs["slots"], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", BOUND)
@@ -80,7 +78,7 @@ def test_recall_attention(stored):
 def test_prefill_attention(dtype, key_lengths):
     case = prefill_case([7, 40], key_lengths, group=5, kv_heads=1, dim=DIM, dtype=dtype, decay=0.9)
     case |= {"variant": AttentionVariant(scale=0.3), "v": case["k"][..., ROPE:]}
-    out, wanted, mine, theirs = both(ops.prefill_attention, reference.prefill_attention, case)
+    out, wanted, ours, theirs = both(ops.prefill_attention, reference.prefill_attention, case)
     assert out.shape == (47, 5, DIM - ROPE)
     torch.testing.assert_close(out, wanted, rtol=0, atol=BOUND[dtype])
-    torch.testing.assert_close(mine["scores"], theirs["scores"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours["scores"], theirs["scores"], rtol=1e-5, atol=1e-6)

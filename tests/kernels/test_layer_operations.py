@@ -1,21 +1,19 @@
-"""Norms, rotation and activations against float64, and programs of several operations."""
+"""Norms, rotation and activations against float64, and captured calls of several operations."""
 
 import ctypes
 from functools import partial
 
 import pytest
 import torch
-from helpers.kernel_cases import BUILT, SETS, threads, using
+from helpers.kernel_cases import BOUND, BUILT, SETS, quantized, rotated, same, threads, using
 from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.key_smoothing import BasisChange, block_size
-from flexgen_h2o.kernels import abi, ops
+from flexgen_h2o.kernels import abi, ops, rotary, torch_ops
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import layers as reference_layers
 
 pytestmark = BUILT
@@ -180,9 +178,7 @@ def operations(x, matrix, out, tables, *, capture=None):
 @pytest.mark.parametrize("way", SETS)
 def test_replay_equals_eager_calls_with_new_inputs(way):
     generator = torch.Generator().manual_seed(1)
-    layout = MatrixLayout(32, 32, 4, 32)
-    matrix = QuantizedMatrix(ops.quantize_matrix(torch.randn(32, 32, generator=generator), layout),
-                             layout)
+    matrix = quantized(torch.randn(32, 32, generator=generator), 4, 32)
     x, out = torch.empty(3, 32), torch.full((3, 32), float("nan"))
     tables = torch.empty(2, 3, 8)
     with using(way):
@@ -222,3 +218,55 @@ def test_capture_keeps_tensors_and_replay_stops_at_errors():
     with pytest.raises(ValueError, match="decode_attention"):
         failing.replay()
     assert (x == -1).all()
+
+
+# Rotations by position
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("rows", [0, 1, 29])
+@pytest.mark.parametrize("dim", [8, 12])
+def test_rotations(monkeypatch, dtype, rows, dim):
+    torch.default_generator.manual_seed(rows)
+    angles = torch.rand(rows, 4) * 6
+    tables = angles.cos(), angles.sin()
+    x = torch.randn(rows, 3, dim + 5).to(dtype)
+    expected = rotated(x[..., :dim], torch.arange(rows)[:, None], tables)
+    before = x.clone()
+    out = rotary.rotated(x[..., :dim], *(table[:, None] for table in tables))
+    assert out.dtype == dtype and same(x, before)
+    torch.testing.assert_close(out.double(), expected, rtol=BOUND[dtype], atol=BOUND[dtype])
+    monkeypatch.setattr(torch_ops, "CHUNK_BYTES", 500)
+    result = rotary.apply_rope_(x[..., :dim], *(table.to(dtype) for table in tables))
+    assert result.data_ptr() == x.data_ptr()
+    torch.testing.assert_close(x[..., :dim].double(), expected, rtol=BOUND[dtype],
+                               atol=BOUND[dtype])
+    assert same(x[..., dim:], before[..., dim:])
+
+
+@pytest.mark.parametrize("kernels", ["", "reference"])
+@pytest.mark.parametrize("dtype", BOUND)
+def test_strided_rotation_rounds_once(isa, monkeypatch, kernels, dtype):
+    """Prompts' queries and keys, where one matrix gives both; a rounding of the tables or of a
+    product would be off by more than the last one alone."""
+    monkeypatch.setenv("FLEXGEN_H2O_KERNELS", kernels)
+    torch.default_generator.manual_seed(3)
+    angles = torch.rand(70, 6) * 6
+    tables = angles.cos(), angles.sin()
+    assert tables[0].dtype == ops.table_dtype(torch.device("cpu"), dtype)
+    wide = torch.randn(70, 5, 16).to(dtype)
+    x, before = wide[:, 1:4, :15], wide.clone()
+    expected = rotated(x, torch.arange(70)[:, None], tables)
+    ops.rotate_(x, tables)
+    torch.testing.assert_close(x.double(), expected, rtol=torch.finfo(dtype).eps / 2, atol=2**-20)
+    x.copy_(before[:, 1:4, :15])
+    assert same(wide, before)  # nothing else was touched
+
+
+def test_rotations_broadcast_over_leading_dimensions():
+    x = torch.randn(2, 4, 5, 12)
+    angles = torch.rand(5, 4)
+    out = rotary.rotated(x, angles.cos(), angles.sin())
+    for place in range(5):
+        one = rotated(x[:, :, place], place, (angles.cos(), angles.sin()))
+        torch.testing.assert_close(out[:, :, place].double(), one, rtol=1e-5, atol=1e-6)

@@ -6,8 +6,11 @@ import pytest
 import torch
 from helpers.error_cases import refused
 from helpers.kernel_cases import (
+    COMPACT,
     EPSILON,
+    MATRIX_SHAPES,
     SETS,
+    matrix_layout,
     poisoned_memory,
 )
 
@@ -21,18 +24,6 @@ from flexgen_h2o.models.checkpoint_files import open_checkpoint
 
 DTYPES = tuple(EPSILON)
 
-# Outputs, inputs, group: neither, either or both fill up their tiles and groups.
-SHAPES = [(1, 1, 64), (16, 64, 64), (33, 200, 64), (50, 576, 64), (32, 130, 32), (97, 8, 8),
-          (40, 96, 16), (7, 72, 24)]
-
-
-COMPACT = 4.5  # 4 bits with compact scales
-
-
-def layout_of(size, bits, group):
-    """A layout, whose groups are a multiple of 16 with 6 bits."""
-    return MatrixLayout(*size, int(bits), -(-group // 16) * 16 if bits == 6 else group,
-                        compact=bits == COMPACT)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +72,7 @@ def by_hand(data, layout):
         return sum((three[n] >> byte + 6 & 3) << 2 * n for n in range(3))
 
     for output in range(layout.outputs):
-        row, mine = [], []
+        row, row_scales = [], []
         for i in range(layout.inputs):
             tile, lane = divmod(output, 16)
             block = (tile * -(-layout.inputs // layout.group) + i // layout.group) * (
@@ -94,9 +85,9 @@ def by_hand(data, layout):
                 scale, = struct.unpack_from("<e", raw, block + 2 * lane)
                 zero, = struct.unpack_from("<e", raw, block + 32 + 2 * lane)
             row.append(zero + scale * code_of(block, lane, i % layout.group))
-            mine.append(scale)
+            row_scales.append(scale)
         rows.append(row)
-        scales.append(mine)
+        scales.append(row_scales)
     return torch.tensor(rows, dtype=torch.float64), torch.tensor(scales, dtype=torch.float64)
 
 
@@ -116,12 +107,12 @@ def test_unsupported_layouts_are_errors(arguments):
     refused(lambda: MatrixLayout(*arguments), match="cannot quantize")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", MATRIX_SHAPES)
 @pytest.mark.parametrize("bits", [4, COMPACT, 6, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantization_error_is_within_half_a_scale(backend, shape, bits, dtype):
     *size, group = shape
-    weight, layout = weights(*size, dtype=dtype), layout_of(size, bits, group)
+    weight, layout = weights(*size, dtype=dtype), matrix_layout(*size, bits, group)
     data = ops.quantize_matrix(weight, layout)
     assert data.dtype == torch.uint8 and data.shape == (layout.nbytes,)
     values, scales = by_hand(data, layout)
@@ -166,7 +157,7 @@ def test_extreme_groups_with_compact_scales(backend, low, high, search):
     """They span 0, with scales from 2^-14 to 3.9."""
     weight = torch.full((3, 64), low)
     weight[:, ::3] = high
-    layout = layout_of((3, 64), COMPACT, 64)
+    layout = matrix_layout(3, 64, COMPACT)
     values, _ = by_hand(ops.quantize_matrix(weight, layout, search=search), layout)
     wanted = weight.double().clamp(-28, 28)
     step = max((max(wanted.max(), 0) - min(wanted.min(), 0)) / 15 * 17 / 16, 2**-14)
@@ -177,7 +168,7 @@ def test_extreme_groups_with_compact_scales(backend, low, high, search):
 @pytest.mark.parametrize("shape", [(33, 200, 64), (20, 70, 32)])
 def test_scale_search_reduces_the_error_of_every_group(backend, shape, bits):
     *size, group = shape
-    weight, layout = weights(*size), layout_of(size, bits, group)
+    weight, layout = weights(*size), matrix_layout(*size, bits, group)
 
     def errors(search, quantize=ops.quantize_matrix):
         values, _ = by_hand(quantize(weight, layout, search=search), layout)
@@ -199,7 +190,7 @@ def test_scale_search_reduces_the_error_of_every_group(backend, shape, bits):
 
 @pytest.mark.parametrize("bits", [4, COMPACT, 6])
 def test_scale_search_minimizes_the_weighted_error(backend, bits):
-    weight, layout = weights(33, 200), layout_of((33, 200), bits, 64)
+    weight, layout = weights(33, 200), matrix_layout(33, 200, bits)
     importance = torch.rand(200) ** 8
     importance[64:128] = 0  # a group of which nothing counts
 
@@ -210,8 +201,8 @@ def test_scale_search_minimizes_the_weighted_error(backend, bits):
     assert error(importance) < 0.95 * error(None)
     wanted = error(importance, reference_matrix.quantize_matrix)
     assert abs(error(importance) / wanted - 1) < 1e-2
-    same = [ops.quantize_matrix(weight, layout, search=True, importance=each)
-            for each in (None, torch.full((200,), 3.0))]
+    same = [ops.quantize_matrix(weight, layout, search=True, importance=importance_of_all)
+            for importance_of_all in (None, torch.full((200,), 3.0))]
     assert torch.equal(*same)
 
 
@@ -251,11 +242,11 @@ def test_real_layers_are_within_the_bound_of_the_format(bits):
             check_output(weight[:2000], bits, search=True)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", MATRIX_SHAPES)
 @pytest.mark.parametrize("bits", [4, COMPACT, 6, 8])
 def test_unpacked_rows(backend, shape, bits):
     *size, group = shape
-    layout = layout_of(size, bits, group)
+    layout = matrix_layout(*size, bits, group)
     data = ops.quantize_matrix(weights(*size), layout)
     values, _ = by_hand(data, layout)
     every = torch.arange(size[0])

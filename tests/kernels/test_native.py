@@ -223,12 +223,12 @@ def test_invalid_tensors_raise_and_write_nothing():
             for bad in spoiled(x) if isinstance(x, torch.Tensor) else ():
                 if (name, key) in FREE and bad.dtype == x.dtype and bad.is_cpu:
                     continue
-                mine = {other: copied(y) for other, y in arguments.items()} | {key: bad}
-                before = {other: copied(y) for other, y in mine.items()}
+                changed = {other: copied(y) for other, y in arguments.items()} | {key: bad}
+                before = {other: copied(y) for other, y in changed.items()}
                 with pytest.raises((ValueError, UserError)):
-                    function(**mine)
+                    function(**changed)
                 refused += 1
-                assert all(same(y, before[other]) for other, y in mine.items()
+                assert all(same(y, before[other]) for other, y in changed.items()
                            if isinstance(y, torch.Tensor) and y.is_cpu)
     assert refused > 200
 
@@ -290,13 +290,13 @@ def test_ranks_out_of_range_are_errors():
 
 def results(function, case) -> list[torch.Tensor]:
     """All that a call returns or changes."""
-    mine = {name: copied(x) for name, x in case.items()}
-    out = function(**mine)
-    state = mine.get("state")
-    found = list(out) if isinstance(out, tuple) else [out]
-    found += [mine.get("slots"), mine.get("scores")]
-    found += [] if state is None else [state.scores, state.positions, state.ranks]
-    return [x for x in found if x is not None]
+    arguments = {name: copied(x) for name, x in case.items()}
+    out = function(**arguments)
+    state = arguments.get("state")
+    outputs = list(out) if isinstance(out, tuple) else [out]
+    outputs += [arguments.get("slots"), arguments.get("scores")]
+    outputs += [] if state is None else [state.scores, state.positions, state.ranks]
+    return [x for x in outputs if x is not None]
 
 
 def some_calls():
@@ -337,9 +337,9 @@ def test_results_do_not_depend_on_other_calls(isa):
     calls = [*some_calls()][::4]
     expected = [results(*call) for call in calls]
     with ThreadPoolExecutor(3) as pool:
-        for found, alone in zip(pool.map(lambda call: results(*call), calls), expected,
+        for outputs, alone in zip(pool.map(lambda call: results(*call), calls), expected,
                                 strict=True):
-            assert all(map(same, found, alone))
+            assert all(map(same, outputs, alone))
 
 
 # Memory

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from helpers import kernel_internals, selection
+from helpers.error_cases import refused
 from helpers.kernel_cases import (
     BOUND,
     BUILT,
@@ -34,6 +35,7 @@ from flexgen_h2o.config.cache_layout import GroupLayout
 from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import ops, torch_ops
+from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.reference import attention as reference
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -95,12 +97,35 @@ def test_long_prefill(dtype):
 @given(lengths=st.lists(st.tuples(st.integers(0, 200), st.sampled_from([0, 0, 1, 100])),
                         min_size=1, max_size=4),
        group=st.integers(1, 9), kv_heads=st.integers(1, 3), dim=st.integers(1, 40),
-       decay=st.sampled_from([1.0, 0.98, 0.5]), dtype=st.sampled_from(list(BOUND)))
-@settings(max_examples=examples(40))
-def test_any_prefill(lengths, group, kv_heads, dim, decay, dtype):
-    rows, before = map(list, zip(*lengths, strict=True))
-    check_prefill(PREFILL, prefill_case(rows, [a + b for a, b in lengths], group=group, dim=dim,
-                                        kv_heads=kv_heads, decay=decay, dtype=dtype))
+       decay=st.sampled_from([1.0, 0.98, 0.5]), dtype=st.sampled_from(list(BOUND)),
+       attention=st.none() | st.builds(
+           AttentionVariant, scale=st.sampled_from((None, 0.05, 1.0)),
+           softcap=st.sampled_from((0.0, 1.0, 30.0)), window=st.none() | st.integers(2, 200),
+           sinks=st.booleans()))
+@settings(max_examples=examples(60))
+def test_any_prefill(lengths, group, kv_heads, dim, decay, dtype, attention):
+    rows = [length for length, _ in lengths]
+    check_prefill([*PREFILL, blockwise_prefill], prefill_case(
+        rows, [length + before for length, before in lengths], group=group, dim=dim,
+        kv_heads=kv_heads, decay=decay, dtype=dtype, attention=attention))
+
+
+@pytest.mark.source("prefill")
+@pytest.mark.parametrize("window", [2, 31, 64, 130, 300, 399])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_prefill_in_windows_of_every_size(window, dtype):
+    variant = AttentionVariant(window=window, softcap=3.0, sinks=True)
+    check_prefill(PREFILL, prefill_case([400], group=2, dim=32, dtype=dtype, attention=variant))
+
+
+@pytest.mark.source("prefill")
+@pytest.mark.parametrize("window", [None, 40, 200])
+def test_prefill_with_more_keys_than_the_cpu_cache(window):
+    """In AMX tiles, some of the queries that are computed together see none of a chunk's keys."""
+    variant = AttentionVariant(window=window, sinks=True)
+    for group in (1, 3):
+        check_prefill(PREFILL, prefill_case([150], [1500], group=group, dim=250, kv_heads=1,
+                                            dtype=torch.bfloat16, attention=variant))
 
 
 @pytest.mark.source("prefill")
@@ -174,11 +199,16 @@ def test_prefill_memory_is_linear(function):
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("lengths", [[1], [33, 33], [5, 1, 64, 17], [257], [300, 511, 3], [769]],
                          ids=str)
-def test_sdpa_prefill(dtype, group, lengths):
-    case = prefill_case(lengths, group=group, dtype=dtype)
-    out = torch_ops.sdpa_prefill_attention(case["q"], case["k"], case["v"], lengths)
+@pytest.mark.parametrize("variant", [AttentionVariant(), AttentionVariant(scale=0.3, window=3)],
+                         ids=str)
+def test_sdpa_prefill(dtype, group, lengths, variant):
+    case = prefill_case(lengths, group=group, dtype=dtype, attention=variant)
+    out = torch_ops.sdpa_prefill_attention(case["q"], case["k"], case["v"], lengths,
+                                           variant=variant)
     assert out.shape == case["q"].shape and out.dtype == dtype
     assert (out - prefill64(**case)[0]).abs().max() < BOUND[dtype]
+    assert not torch_ops.sdpa_supports(AttentionVariant(softcap=1.0))
+    assert not torch_ops.sdpa_supports(AttentionVariant(sinks=True))
 
 
 # select_heavy_hitters
@@ -310,15 +340,31 @@ def test_strided_inputs(function):
 @given(cached=st.lists(st.integers(0, 90), min_size=1, max_size=4), group=st.integers(1, 9),
        kv_heads=st.integers(1, 3), half=st.integers(1, 36), rotary=st.integers(0, 36),
        stored=st.sampled_from([*FORMS, *MIXED]), eviction=st.sampled_from([None, *EVICTIONS]),
+       window=st.sampled_from([0, 0, 2, 40]), cap=st.sampled_from((0.0, 5.0)), sinks=st.booleans(),
        room=st.integers(1, 300), data=st.data())
-@settings(max_examples=examples(60))
-def test_any_decode(cached, group, kv_heads, half, rotary, stored, eviction, room, data):
+@settings(max_examples=examples(80))
+def test_any_decode(cached, group, kv_heads, half, rotary, stored, eviction, window, cap, sinks,
+                    room, data):
+    if eviction is not None:
+        eviction = replace(eviction, window=window)
     many = [s for s, c in enumerate(cached) if c > 20]
     full = data.draw(st.sets(st.sampled_from(many))) if many and eviction else ()
     check_decode(DECODE, decode_case(
         cached, stored=stored, group=group, kv_heads=kv_heads, dim=2 * half, n=max(cached) + room,
         full=full, recent=data.draw(st.integers(1, 9)), eviction=eviction,
-        rotary=2 * min(rotary, half)))
+        rotary=2 * min(rotary, half), attention=AttentionVariant(softcap=cap, sinks=sinks)))
+
+
+@pytest.mark.source("decode")
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("variant", [AttentionVariant(0.3, 2.0),
+                                     AttentionVariant(window=200, sinks=True)], ids=str)
+@pytest.mark.parametrize("stored", [4, *MIXED])
+def test_decode_of_grouped_queries_over_many_records(stored, variant, group):
+    eviction = Eviction(window=variant.window or 0)
+    for dim, cached in ((64, [300, 192]), (128, [600])):
+        check_decode(DECODE, decode_case(cached, group=group, dim=dim, full=[0], stored=stored,
+                                         eviction=eviction, attention=variant, offsets=True))
 
 
 # quantize_groups and dequantize_groups: test_quantization.py.
@@ -367,6 +413,25 @@ def test_devices_without_kernels_use_the_reference(monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "attention and eviction run in plain PyTorch on meta, slowly: no kernels for this kind of "
         "device"]
+
+
+@BUILT
+def test_arguments_of_attention_variants_are_checked():
+    case = prefill_case([4], attention=AttentionVariant(sinks=True)) | {"sinks": torch.zeros(3)}
+    with pytest.raises(ValueError, match="sinks"):
+        ops.prefill_attention(**case)
+    case = decode_case([4])
+    with pytest.raises(ValueError, match="window"):
+        native.decode_attention(**{name: case[name] for name in ("q", "k", "v", "slots",
+                                                                 "metadata", "layout")},
+                                eviction=ops.EvictionArguments(window=3))
+
+
+@pytest.mark.parametrize(("options", "word"), [
+    ({"scale": 0.0}, "scale"), ({"scale": float("inf")}, "scale"), ({"softcap": -1.0}, "soft cap"),
+    ({"window": 1}, "window"), ({"window": 2.5}, "window"), ({"sinks": 1}, "sinks")])
+def test_invalid_attention_variants_are_errors(options, word):
+    refused(lambda: AttentionVariant(**options), match=word)
 
 
 def test_strided_rotation_tables():

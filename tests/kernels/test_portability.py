@@ -19,9 +19,11 @@ from helpers.kernel_cases import (
     BUILT,
     FORMS,
     MIXED,
+    MXFP4,
     decode_case,
     packaging,
     prefill_case,
+    quantized,
     select_case,
     stored_as,
     using,
@@ -44,7 +46,6 @@ OPERATIONS = {
     "linear_float32", "norm", "rotate", "activate", "route", "experts", "index_keys", "select_keys",
     "recall_attention", "assign_slots"}
 """Those that read and write memory alone: all but fetch_tokens, which reads a file."""
-MXFP4 = 4.25  # bits of a number
 
 
 def needs(*programs: str):
@@ -82,16 +83,16 @@ def test_install_without_a_compiler_has_no_kernels(way, tmp_path):
 
 def test_compiler_version_is_in_the_build_fingerprint(tmp_path):
     """Also one of the same name, after an update: its objects are not linked with older ones."""
-    compiler, found = tmp_path / "c++", set()
+    compiler, results = tmp_path / "c++", set()
     command = packaging()["compiler_command"](SimpleNamespace(
         compiler_so=["cc"], compiler_so_cxx=[str(compiler), "-O3"]))
     for version in ("12.2.0", "13.1.0"):
         compiler.write_text(f"#!/bin/sh\necho $1 $2 {version}\n")
         compiler.chmod(0o755)
-        told = packaging()["described"](command)
-        assert f"-O3 --version {version}" in told
-        found.add(packaging()["fingerprint"](packaging()["Extension"]("e", []), [], told))
-    assert len(found) == 2
+        description = packaging()["described"](command)
+        assert f"-O3 --version {version}" in description
+        results.add(packaging()["fingerprint"](packaging()["Extension"]("e", []), [], description))
+    assert len(results) == 2
     compiler.unlink()
     assert packaging()["described"](command) == f"{command}\n"
 
@@ -117,13 +118,13 @@ def test_library_of_one_isa_links(tmp_path):
     assert names == [*cpu_library.SETS] or names == ["portable"]
     for name in names:
         sets = setup["with_fallbacks"]([name])
-        mask, made = sum(1 << names.index(each) for each in sets), tmp_path / f"{name}.o"
+        mask, object_file = sum(1 << names.index(isa) for isa in sets), tmp_path / f"{name}.o"
         run("g++", *setup["FLAGS"], "-fPIC", f"-DH2O_SETS={mask}", '-DH2O_BUILD=""',
-            f"-I{tmp_path}", "-c", ROOT / setup["CPP_FOLDER"] / "dispatch.cpp", "-o", made)
-        undefined = re.findall(r"_ZN(\d+)(\w+)", run("nm", "--undefined-only", made))
+            f"-I{tmp_path}", "-c", ROOT / setup["CPP_FOLDER"] / "dispatch.cpp", "-o", object_file)
+        undefined = re.findall(r"_ZN(\d+)(\w+)", run("nm", "--undefined-only", object_file))
         used = {text[:int(length)] for length, text in undefined}
-        built = {each for each in sets if any(
-            each in setup["SOURCES"].get(source, setup["VECTORS"]) for source in sources)}
+        built = {isa for isa in sets if any(
+            isa in setup["SOURCES"].get(source, setup["VECTORS"]) for source in sources)}
         assert used == built == {*sets}, name
 
 
@@ -141,12 +142,12 @@ def test_no_function_is_shared_between_instruction_sets(tmp_path):
 
     def shared(job) -> set[str]:
         isa, source = job
-        made = tmp_path / f"{isa}-{source.stem}.o"
+        object_file = tmp_path / f"{isa}-{source.stem}.o"
         run("g++", *made_by["FLAGS"], *made_by["INSTRUCTION_SETS"][isa], "-O0", "-fPIC",
-            f"-DISA={isa}", f"-I{tmp_path}", "-c", source, "-o", made)
+            f"-DISA={isa}", f"-I{tmp_path}", "-c", source, "-o", object_file)
         symbols = [line.split() for line in
                    run("nm", "--format=posix", "--extern-only", "--defined-only",
-                       made).splitlines()]
+                       object_file).splitlines()]
         assert any(f"{len(isa)}{isa}" in name for name, *_ in symbols), "the set's own"
         # DW.ref.*: a pointer, not code
         return {name for name, kind, *_ in symbols
@@ -211,8 +212,8 @@ class Call:
         return b"".join([
             text(f"h2o_{self.name}".encode()), text(self.record),
             number(len(self.before)), *map(text, self.before),
-            number(len(self.pointers)), *(number(value) for each in self.pointers
-                                          for value in each)])
+            number(len(self.pointers)), *(number(value) for pointer in self.pointers
+                                          for value in pointer)])
 
 
 def places(kind: type[ctypes.Structure], start: int = 0):
@@ -230,7 +231,7 @@ def calls(monkeypatch) -> list[Call]:
     """Every call of the library from here on, with the portable kernels."""
     # By address: bytes, and of what.
     regions: dict[int, tuple[int, torch.dtype | None]] = {}
-    found: list[Call] = []
+    results: list[Call] = []
     address = torch.Tensor.data_ptr
     expert = cpu_library.STRUCTS["Expert"]
 
@@ -266,10 +267,10 @@ def calls(monkeypatch) -> list[Call]:
                    [place for number in range(fields["num_experts"])
                     for place in places(expert, ctypes.sizeof(expert) * number)])
         memory = [(start, regions[start][0]) for start in starts]
-        before = [ctypes.string_at(*each) for each in memory]
+        before = [ctypes.string_at(*region) for region in memory]
         call(name, kind, **fields)
-        after = [ctypes.string_at(*each) for each in memory]
-        found.append(Call(name, record, [regions[start][1] for start in starts], before, after,
+        after = [ctypes.string_at(*region) for region in memory]
+        results.append(Call(name, record, [regions[start][1] for start in starts], before, after,
                           pointers))
         regions.clear()
 
@@ -278,7 +279,7 @@ def calls(monkeypatch) -> list[Call]:
     kernel_internals.before_calls(monkeypatch, recorded)
     monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
     with using("portable"):
-        yield found
+        yield results
 
 
 def make_calls() -> None:
@@ -332,13 +333,13 @@ def make_layer_calls() -> None:
         x = torch.randn(5, 70).bfloat16()
         native.linear_quantized(x, matrix, None, x.new_zeros(5, 40))
     for bits in (16, 8, 4, MXFP4):
-        made = [[random_matrix(*shape, bits) for shape in ((40, 70), (40, 70), (70, 40))]
+        experts = [[random_matrix(*shape, bits) for shape in ((40, 70), (40, 70), (70, 40))]
                 for _ in range(3)]
         x = torch.randn(7, 70).bfloat16()
         ids, shares = native_experts.route(x, torch.randn(4, 70).bfloat16(), per_token=2,
                                            normalize=True)
         table = native_experts.ExpertTable(4)
-        for number, matrices in enumerate(made):
+        for number, matrices in enumerate(experts):
             table.put(number, *matrices)
         native_experts.experts(x, ids, shares, table, torch.zeros(7, 70), function="silu",
                                max_rows=7)
@@ -348,8 +349,7 @@ def random_matrix(outputs: int, inputs: int, bits: float) -> torch.Tensor | Quan
     weight = (torch.randn(outputs, inputs) / inputs**0.5).bfloat16()
     if bits == 16:
         return weight
-    layout = MatrixLayout(outputs, inputs, int(bits), 32, mxfp4=bits == MXFP4)
-    return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
+    return quantized(weight, bits, 32)
 
 
 def make_recall_calls() -> None:
@@ -397,13 +397,13 @@ def test_aarch64_results_equal_the_portable_kernels(calls, arm_library, tmp_path
         assert struct.unpack_from("<q", results, place) == (0,), call.name
         place += 8
         for dtype, expected in zip(call.dtypes, call.after, strict=True):
-            mine = results[place:place + len(expected)]
+            actual = results[place:place + len(expected)]
             place += len(expected)
             if dtype is None:
                 continue
             # Operation by operation the same arithmetic; e^x and powers are the C library's.
             torch.testing.assert_close(
-                torch.frombuffer(bytearray(mine), dtype=dtype),
+                torch.frombuffer(bytearray(actual), dtype=dtype),
                 torch.frombuffer(bytearray(expected), dtype=dtype), equal_nan=True,
                 msg=lambda text, name=call.name: f"{name}: {text}")
     assert place == len(results)

@@ -145,15 +145,15 @@ def test_strided_records_and_odd_offsets(module, bits, length):
 @pytest.mark.parametrize("length", [12, 64])
 def test_keys_and_values_of_different_bits_share_a_record(module, bits, length):
     layout, x = CacheLayout.from_bits(length, *bits), torch.randn(2, 3, 5, length)
-    parts = [module.quantize_groups(each, GroupLayout(length, one))
-             for each, one in zip(x, bits, strict=True)]
+    parts = [module.quantize_groups(part, GroupLayout(length, one))
+             for part, one in zip(x, bits, strict=True)]
     records = module.pack_slots(x, layout)
     expected = torch.stack(parts) if bits[0] == bits[1] else torch.cat(parts, -1)[None]
     assert torch.equal(records, expected)
     assert records.shape == (layout.kinds, 3, 5, layout.width)
     assert all(map(torch.equal, split_slots(records, layout), parts))
-    vectors = [module.dequantize_groups(each, GroupLayout(length, one))
-               for each, one in zip(parts, bits, strict=True)]
+    vectors = [module.dequantize_groups(part, GroupLayout(length, one))
+               for part, one in zip(parts, bits, strict=True)]
     assert torch.equal(module.unpack_slots(records, layout), torch.stack(vectors))
 
 

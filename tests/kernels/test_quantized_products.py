@@ -7,10 +7,14 @@ import pytest
 import torch
 from helpers.kernel_cases import (
     BUILT,
+    COMPACT,
     EPSILON,
+    MATRIX_SHAPES,
+    MXFP4,
     SETS,
     TILED,
     check_quantized_linear,
+    matrix_layout,
     poisoned_memory,
     threads,
     using,
@@ -26,21 +30,9 @@ from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 
-MXFP4, COMPACT = 4.25, 4.5  # stand for 4 bits in MXFP4 and with compact scales
 FORMATS = [4, MXFP4, COMPACT, 6, 8, 12]
 WAYS = ["reference", *SETS]
 
-# Outputs, inputs, group: neither, either or both fill up their tiles and groups.
-SHAPES = [(1, 1, 64), (16, 64, 64), (33, 200, 64), (50, 576, 64), (32, 130, 32), (97, 8, 8),
-          (40, 96, 16), (7, 72, 24)]
-
-
-def layout_of(outputs, inputs, bits, group=64):
-    """A layout, whose groups are a multiple of 16 with 6 bits."""
-    if bits == MXFP4:
-        return MatrixLayout(outputs, inputs, 4, 32, mxfp4=True)
-    return MatrixLayout(outputs, inputs, int(bits), -(-group // 16) * 16 if bits == 6 else group,
-                        compact=bits == COMPACT)
 
 
 def rounds_weights(layout, rows, dtype):
@@ -78,21 +70,21 @@ def check_product(way, layout, rows, *, dtype=torch.bfloat16, bias=True, add=Fal
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", MATRIX_SHAPES)
 @pytest.mark.parametrize("bits", FORMATS)
 @pytest.mark.parametrize("dtype", EPSILON)
 def test_products(way, shape, bits, dtype):
     outputs, inputs, group = shape
+    layout = matrix_layout(outputs, inputs, bits, group)
     for rows, bias, add in ((1, True, False), (3, False, True), (8, True, True),
                             (17, False, False)):
-        check_product(way, layout_of(outputs, inputs, bits, group), rows, dtype=dtype, bias=bias,
-                      add=add)
+        check_product(way, layout, rows, dtype=dtype, bias=bias, add=add)
 
 
 @pytest.mark.parametrize("way", SETS)
 @pytest.mark.parametrize("bits", [MXFP4, 12, *full(4, COMPACT, 6, 8)])
 def test_products_of_few_and_many_rows(way, bits):
-    layout = layout_of(161, 1100, bits)
+    layout = matrix_layout(161, 1100, bits)
     with dispatch.use_autotune_table({"linear_quantized": {layout.bits: {1: "codes"}}}):
         for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 300):
             check_product(way, layout, rows, add=rows % 2 == 1)
@@ -111,7 +103,7 @@ def test_products_of_few_and_many_rows(way, bits):
         (2 * TILED_OUTPUTS + 40, 40, 12, 32))))])
 def test_products_in_tiles(way, rows, shape):
     """Rows, outputs and inputs that fill up no tiles or slabs, and that need several."""
-    check_product(way, layout_of(*shape), rows, bias=rows % 2 == 1, add=rows % 3 == 0)
+    check_product(way, matrix_layout(*shape), rows, bias=rows % 2 == 1, add=rows % 3 == 0)
 
 
 @given(st.sampled_from(WAYS), st.integers(1, 140), st.integers(1, 70), st.integers(1, 200),
@@ -119,7 +111,7 @@ def test_products_in_tiles(way, rows, shape):
        st.sampled_from([8, 32, 64]))
 @settings(max_examples=examples(200))
 def test_products_of_any_size(way, rows, outputs, inputs, bits, dtype, add, group):
-    check_product(way, layout_of(outputs, inputs, bits, group), rows, dtype=dtype, bias=not add,
+    check_product(way, matrix_layout(outputs, inputs, bits, group), rows, dtype=dtype, bias=not add,
                   add=add)
 
 
@@ -140,7 +132,7 @@ def test_padding_has_no_effect(way, bits):
 @pytest.mark.parametrize("bits", [4, MXFP4, 12])
 def test_weights_are_unpacked_in_slices(monkeypatch, bits):
     """Where PyTorch multiplies many rows faster: never more of a matrix than stays in cache."""
-    unpacked, unpack, layout = [], ops.unpack_rows, layout_of(70, 130, bits)
+    unpacked, unpack, layout = [], ops.unpack_rows, matrix_layout(70, 130, bits)
     matrix_of(layout)
     monkeypatch.setattr(ops, "UNPACKED_OUTPUTS", 32)
     monkeypatch.setattr(ops, "unpack_rows", lambda *a: unpacked.append(len(a[1])) or unpack(*a))

@@ -1,7 +1,5 @@
 """Recall's kernels against their reference, on every instruction set; what they refuse."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.kernel_cases import BUILT, FORMS, MIXED, same, stored_as, threads, using
@@ -82,11 +80,11 @@ def check_choice(some, selected):
     mask = select_tokens(weights, counts, cached=cached)
     for sequence, count in enumerate(counts.tolist()):
         assert (selected[sequence, :, count:] == -1).all()
-        mine = selected[sequence, :, :count].long()
-        assert (mine.diff(dim=-1) > 0).all() and (mine >= 0).all()
+        tokens = selected[sequence, :, :count].long()
+        assert (tokens.diff(dim=-1) > 0).all() and (tokens >= 0).all()
         least = weights[sequence].where(mask[sequence], torch.inf).amin(-1, keepdim=True)
         # Sums of another order may swap weights that are nearly equal.
-        assert (weights[sequence].gather(-1, mine) >= least * (1 - 1e-4)).all()
+        assert (weights[sequence].gather(-1, tokens) >= least * (1 - 1e-4)).all()
 
 
 def check_kernels(module, options):
@@ -135,14 +133,14 @@ def recall(some, *, capture=None):
     """The three operations, called one by one or noted in a program: what they choose and give."""
     noted = {} if capture is None else {"capture": capture}
     variant = VariantArguments.from_variant(*some["options"].values())
-    told = {"metadata": some["metadata"], "variant": variant}
+    shared = {"metadata": some["metadata"], "variant": variant}
     native_recall.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"],
                              key_layout=key_records(some), **noted)
     selected = native_recall.select_keys(some["q"], some["k"], index=some["index"],
-                                         layout=some["layout"], top_k=99, **told, **noted)
+                                         layout=some["layout"], top_k=99, **shared, **noted)
     return selected, *native_recall.recall_attention(
         some["q"], some["k"], some["v"], slots=some["slots"], selected=selected,
-        layout=some["records"], **told, **noted)
+        layout=some["records"], **shared, **noted)
 
 
 @pytest.mark.source("choose")
@@ -152,14 +150,14 @@ def test_replay_equals_eager_recall_with_new_metadata(isa):
         some, other = case(**options), case(**options)
         with using(isa):
             program = CapturedCalls()
-            found = recall(some, capture=program)
+            results = recall(some, capture=program)
             for attended in (some["metadata"][1].clone(), some["metadata"][1] * 0 + 1):
-                for mine in (some, other):
-                    mine["metadata"][1] = attended
-                for poisoned in found:
+                for arguments in (some, other):
+                    arguments["metadata"][1] = attended
+                for poisoned in results:
                     poisoned.fill_(-9)
                 program.replay()
-                assert all(map(same, found, recall(other)))
+                assert all(map(same, results, recall(other)))
                 assert same(some["slots"], other["slots"]) and same(some["index"], other["index"])
 
 
@@ -198,9 +196,9 @@ def check_ties(module, tokens):
     q, heavy = torch.ones(1, 2, 16), range(0, tokens, 2)
     for wanted in (heavy[-3:], [*heavy, tokens - 3, tokens - 1], range(tokens)):
         metadata = torch.tensor([[tokens], [len(wanted)]]).int()
-        found, = module.select_keys(q, q[:, :1], index=index, metadata=metadata, layout=layout,
+        actual, = module.select_keys(q, q[:, :1], index=index, metadata=metadata, layout=layout,
                                     top_k=len(wanted)).tolist()[0]
-        assert found == sorted(wanted)
+        assert actual == sorted(wanted)
 
 
 @BUILT
@@ -237,16 +235,16 @@ def test_largest_integer_sums_do_not_overflow(isa, dim, bits):
 @BUILT
 def test_results_do_not_depend_on_threads():
     some = case(tokens=200)
-    found = []
+    results = []
     for count in (1, 2):
         with threads(count):
             ops.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"])
             selected = ops.select_keys(some["q"], some["k"], index=some["index"], top_k=60,
                                        metadata=some["metadata"], layout=some["layout"])
-            found.append((selected, ops.recall_attention(
+            results.append((selected, ops.recall_attention(
                 some["q"], some["k"], some["v"], slots=some["slots"].clone(), selected=selected,
                 metadata=some["metadata"])[0]))
-    assert all(map(same, *found))
+    assert all(map(same, *results))
 
 
 @BUILT

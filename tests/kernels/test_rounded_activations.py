@@ -6,10 +6,13 @@ import pytest
 import torch
 from helpers.kernel_cases import (
     BUILT,
+    COMPACT,
     EPSILON,
+    MXFP4,
     SETS,
     check_quantized_linear,
     poisoned_memory,
+    quantized,
     threads,
     using,
 )
@@ -17,15 +20,11 @@ from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import experts as native_experts
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import layers as reference_layers
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 
-MXFP4 = 4.25  # bits of a number
-COMPACT = 4.5
 FORMS = st.one_of(st.tuples(st.sampled_from([4, 8]), st.sampled_from([8, 24, 32, 64, 136])),
                   st.tuples(st.just(6), st.sampled_from([16, 32, 48, 64])),
                   st.tuples(st.just(COMPACT), st.sampled_from([8, 32, 64])), st.just((MXFP4, 32)))
@@ -34,10 +33,7 @@ FORMS = st.one_of(st.tuples(st.sampled_from([4, 8]), st.sampled_from([8, 24, 32,
 def rounding_matrix(outputs, inputs, bits, group, *, seed=0):
     """A random matrix whose products round activations."""
     generator = torch.Generator().manual_seed(seed)
-    layout = MatrixLayout(outputs, inputs, int(bits), group, mxfp4=bits == MXFP4,
-                          compact=bits == COMPACT)
-    weight = torch.randn(outputs, inputs, generator=generator)
-    return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout, activation_bits=8)
+    return quantized(torch.randn(outputs, inputs, generator=generator), bits, group, 8)
 
 
 def by_hand(x, group):
@@ -58,9 +54,9 @@ def test_activation_error_is_within_half_a_step(rows, inputs, group, exponent, s
     x = torch.randn(rows, inputs, generator=generator) * 2.0**exponent
     rounded = reference_matrix.quantize_activations(x, group)
     torch.testing.assert_close(rounded.double(), by_hand(x, group), rtol=1e-6, atol=0)
-    for part, found in zip(x.split(group, dim=1), rounded.split(group, dim=1), strict=True):
+    for part, results in zip(x.split(group, dim=1), rounded.split(group, dim=1), strict=True):
         step = part.abs().amax(dim=1, keepdim=True) / 127
-        assert ((found - part).abs() <= 0.5001 * step).all()
+        assert ((results - part).abs() <= 0.5001 * step).all()
 
 
 @given(st.sampled_from(["reference", *SETS]), FORMS, st.integers(1, 140), st.integers(1, 70),
@@ -82,32 +78,31 @@ def test_products_of_quantized_activations(way, form, rows, outputs, inputs, dty
 def test_largest_integer_sums_do_not_overflow(form):
     """Codes and activations that are all as large as they can be, and of one sign."""
     bits, group = form
-    layout = MatrixLayout(16, 4 * group, int(bits), group, mxfp4=bits == MXFP4)
     weight = torch.full((16, 4 * group), 6.0)
     weight[:, ::group] = -6.0
-    matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout), layout, activation_bits=8)
+    matrix = quantized(weight, bits, group, 8)
+    values = reference_matrix.unpack_rows(matrix.data, matrix.layout, torch.arange(16),
+                                          torch.float32)
     for x in (torch.full((1, 4 * group), 127.0), torch.full((1, 4 * group), -127.0)):
         for name in SETS:
             out = torch.empty(1, 16)
             with using(name):
                 ops.linear_quantized(x, matrix, None, out)
-            expected = x @ reference_matrix.unpack_rows(matrix.data, layout, torch.arange(16),
-                                                        torch.float32).T
-            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1)
+            torch.testing.assert_close(out, x @ values.T, rtol=1e-5, atol=1)
 
 
 @BUILT
 def test_results_do_not_depend_on_threads_or_other_rows():
     matrix, x = rounding_matrix(200, 130, 4, 32), torch.randn(150, 130).bfloat16()
-    found = []
+    results = []
     for team in (1, 2, 3):
-        found.append(torch.empty(150, 200).bfloat16())
+        results.append(torch.empty(150, 200).bfloat16())
         with threads(team):
-            ops.linear_quantized(x, matrix, None, found[-1])
+            ops.linear_quantized(x, matrix, None, results[-1])
     alone = torch.empty(1, 200).bfloat16()
     ops.linear_quantized(x[77:78], matrix, None, alone)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    assert torch.equal(found[0][77:78], alone)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert torch.equal(results[0][77:78], alone)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
@@ -131,8 +126,8 @@ def test_experts_quantize_activations(form):
                  for place, shape in enumerate([(48, 70), (48, 70), (70, 48)])]
                 for number in range(4)]
     table = native_experts.ExpertTable(4)
-    for number, each in enumerate(matrices):
-        table.put(number, *each)
+    for number, parts in enumerate(matrices):
+        table.put(number, *parts)
     x = torch.randn(9, 70).bfloat16()
     ids = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
     shares = torch.rand(9, 2)
@@ -144,8 +139,7 @@ def test_experts_quantize_activations(form):
 
 @BUILT
 def test_experts_with_mixed_activation_bits_are_errors():
-    plain = rounding_matrix(48, 64, 4, 32)
-    plain = QuantizedMatrix(plain.data, plain.layout)
+    plain = quantized(torch.randn(48, 64), 4, 32)
     table = native_experts.ExpertTable(1)
     with pytest.raises(ValueError, match="same format"):
         table.put(0, plain, rounding_matrix(48, 64, 4, 32), rounding_matrix(64, 48, 4, 32))

@@ -1,13 +1,14 @@
 """Sparse attention against its definition in NumPy, and end to end on every placement."""
 
-from __future__ import annotations
-
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
 import pytest
 import torch
+from helpers import generation
 from helpers.fakes import LazyDevice
+from helpers.generation import make_prompts, token_ids
 from helpers.internals import open_devices, own_attention, sparse_attention
 from helpers.kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
 from helpers.selection import full
@@ -24,6 +25,7 @@ from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.storage.transfer import D2H, H2D
 
+run = partial(generation.run, new=20)
 NEW = 20  # more than the write-back log of a cache on disk
 
 
@@ -46,27 +48,27 @@ def by_hand(case, sparsity: float) -> tuple[np.ndarray, dict]:
     out, selected = np.zeros_like(q), {}
     for s, cached in enumerate(case["metadata"][0].tolist()):
         for head in range(k.shape[1]):
-            mine = slice(head * group, (head + 1) * group)
+            heads = slice(head * group, (head + 1) * group)
             every = np.concatenate([keys[s, head, :cached], k[s, head][None]])
-            logits = q[s, mine] @ every.T / np.sqrt(np.float32(q.shape[-1]))
+            logits = q[s, heads] @ every.T / np.sqrt(np.float32(q.shape[-1]))
             weights = np.exp(logits - logits.max(1, keepdims=True))
             weights /= weights.sum(1, keepdims=True)
             index = selected[s, head] = chosen_by_hand(weights[:, :-1], sparsity)
-            out[s, mine] = weights[:, index] @ values[s, head, index]
-            out[s, mine] += weights[:, -1:] * v[s, head]
+            out[s, heads] = weights[:, index] @ values[s, head, index]
+            out[s, heads] += weights[:, -1:] * v[s, head]
     return out, selected
 
 
 def attend(case, sparsity: float):
     """Both steps, on a copy of the case: what came out, and the copy."""
-    mine = {name: copied(x) for name, x in case.items()}
-    slots, metadata, layout = mine["slots"], mine["metadata"], mine["layout"]
-    index, weights = ops.select_values(mine["q"], mine["k"], keys=slots[0], metadata=metadata,
+    copies = {name: copied(x) for name, x in case.items()}
+    slots, metadata, layout = copies["slots"], copies["metadata"], copies["layout"]
+    index, weights = ops.select_values(copies["q"], copies["k"], keys=slots[0], metadata=metadata,
                                        sparsity=sparsity, layout=layout)
     values = gather_slots(slots[1].contiguous(), index)
-    out, taken = ops.attend_selected(mine["k"], mine["v"], slots=slots, values=values,
+    out, taken = ops.attend_selected(copies["k"], copies["v"], slots=slots, values=values,
                                      weights=weights, metadata=metadata, layout=layout)
-    return index, weights, out, taken, mine
+    return index, weights, out, taken, copies
 
 
 def hold_to_definition(case, sparsity: float) -> None:
@@ -153,19 +155,6 @@ def test_memory_plan_covers_the_scratch(stored, sparsity):
 # End to end
 
 
-def make_prompts(vocab, lengths):
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
-
-
-def run(folder, prompts, *, attn_sparsity, cache_bits=16, offload_dir=None, **policy):
-    """Tokens of every prompt, and what the links carried."""
-    with LLM(str(folder), policy=Policy(**policy), dtype="float32", attn_sparsity=attn_sparsity,
-             cache_bits=cache_bits, offload_dir=offload_dir) as llm:
-        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
-        return [out.token_ids for out in outputs], llm.stats.links
-
-
 LENGTHS = [19, 4, 12]
 
 
@@ -173,9 +162,7 @@ def test_sparsity_1_is_the_full_cache(tiny_model, monkeypatch):
     """A sparsity of 1 never comes near the operations of sparse attention."""
     tiny = tiny_model("llama")
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
-    with LLM(str(tiny.folder), dtype="float32") as llm:
-        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
-    full = [out.token_ids for out in outputs]
+    full, _ = run(tiny, prompts)
     for name in ("select_values", "attend_selected"):
         monkeypatch.setattr(ops, name, None)
     assert run(tiny.folder, prompts, attn_sparsity=1)[0] == full
@@ -189,9 +176,9 @@ def test_only_selected_values_are_transferred(tiny_model, monkeypatch, bits):
     prompts = make_prompts(tiny.model.config.vocab_size, lengths)
     moved = {}
     for share in (1.0, 0.25):
-        _, links = run(tiny.folder, prompts, attn_sparsity=share, cache_bits=bits,
+        _, stats = run(tiny.folder, prompts, attn_sparsity=share, cache_bits=bits,
                        gpu_batch_size=2, cache=Placement(0, 100, 0))
-        moved[share] = [links[link][0] for link in (H2D, D2H)]
+        moved[share] = [stats.links[link][0] for link in (H2D, D2H)]
     record = 4 * dim if bits == 16 else GroupLayout(dim, bits).nbytes
     vectors = len(lengths) * layers * heads
     selected = vectors * sum(int(0.25 * (40 + token)) for token in range(NEW - 1))
@@ -205,17 +192,16 @@ def test_continuations_are_scored_as_generated(tiny_model):
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
     with LLM(str(tiny.folder), dtype="float32", attn_sparsity=0.1,
              policy=Policy(gpu_batch_size=2)) as llm:
-        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
-        greedy = [out.token_ids for out in outputs]
+        greedy = token_ids(llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1))
         scores = llm.loglikelihood(list(zip(prompts, greedy, strict=True)))
         others = llm.loglikelihood([(p, [*t[:-1], (t[-1] + 1) % 100])
                                     for p, t in zip(prompts, greedy, strict=True)])
     with LLM(str(tiny.folder), dtype="float32") as llm:
         full = llm.loglikelihood(list(zip(prompts, greedy, strict=True)))
-    for mine, other, dense in zip(scores, others, full, strict=True):
-        assert mine[:-1] == pytest.approx(other[:-1], abs=1e-5) and mine[-1] > other[-1]
-        assert mine[0] == pytest.approx(dense[0], abs=1e-4), "the prompt is exact"
-        assert mine[2:] != pytest.approx(dense[2:], abs=1e-3)
+    for scored, other, dense in zip(scores, others, full, strict=True):
+        assert scored[:-1] == pytest.approx(other[:-1], abs=1e-5) and scored[-1] > other[-1]
+        assert scored[0] == pytest.approx(dense[0], abs=1e-4), "the prompt is exact"
+        assert scored[2:] != pytest.approx(dense[2:], abs=1e-3)
 
 
 @pytest.mark.parametrize("options", [

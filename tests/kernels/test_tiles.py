@@ -18,13 +18,13 @@ SIZES = [(16, 16, 16), (1, 16, 16), (16, 1, 16), (16, 16, 1), (3, 7, 5), (9, 16,
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """tests/helpers/tile_products.cpp by instruction set, of those that this machine runs."""
-    folder, made = tmp_path_factory.mktemp("tiles"), {}
+    folder, compiled = tmp_path_factory.mktemp("tiles"), {}
     for isa in set(SETS) & {"amx", "amx_emulated"}:
-        made[isa] = folder / isa
+        compiled[isa] = folder / isa
         subprocess.run(["g++", *packaging()["FLAGS"], *packaging()["INSTRUCTION_SETS"][isa],
                         f"-DISA={isa}", f"-I{ROOT / packaging()['CPP_FOLDER']}",
-                        ROOT / "tests/helpers/tile_products.cpp", "-o", made[isa]], check=True)
-    return made or pytest.skip("needs a CPU with AVX2")
+                        ROOT / "tests/helpers/tile_products.cpp", "-o", compiled[isa]], check=True)
+    return compiled or pytest.skip("needs a CPU with AVX2")
 
 
 def halves(x):
@@ -71,8 +71,8 @@ def test_a_product_of_tiles(programs, spread):
             right = as_floats(b[:pairs, :columns]).astype(np.float64)
             wanted = c[:rows, :columns] + np.einsum("mkp,knp->mn", left, right)
             terms = abs(c[:rows, :columns]) + np.einsum("mkp,knp->mn", abs(left), abs(right))
-            found = after.view(np.float32)
-            assert (abs(found[:rows, :columns] - wanted) <= 2**-19 * terms).all()
+            results = after.view(np.float32)
+            assert (abs(results[:rows, :columns] - wanted) <= 2**-19 * terms).all()
             outside = np.ones((16, 16), bool)
             outside[:rows, :columns] = False
             assert (after[outside] == c.view(np.uint32)[outside]).all()

@@ -1,7 +1,5 @@
 """The GPU's kernels against their definition in float64, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import mmap
 from dataclasses import replace
 from itertools import product

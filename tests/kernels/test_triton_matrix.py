@@ -1,7 +1,5 @@
 """Products with quantized matrices on a GPU, in Triton's interpreter."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -156,7 +154,7 @@ def test_only_unaligned_inputs_are_copied():
 
 @pytest.mark.parametrize(("rows", "dtype", "bias", "add"), [
     (2, torch.bfloat16, True, True), (9, torch.float16, False, False),
-    *full_cases(*((rows, dtype, each, each) for rows, dtype, each in product(
+    *full_cases(*((rows, dtype, flag, flag) for rows, dtype, flag in product(
         (2, 9), BOUND, (False, True))))])
 def test_linear_options(monkeypatch, rows, dtype, bias, add):
     """9 are unpacked on a T4, and their weights do not fit into the buffer at once."""

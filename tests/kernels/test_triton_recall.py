@@ -1,7 +1,5 @@
 """Recall's kernels of the GPU against the reference, in Triton's interpreter."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -117,7 +115,7 @@ def test_new_tokens_are_stored_in_given_slots():
 
 @pytest.mark.parametrize(("bits", "dim", "variant"), [
     ((8, 4), 80, CAPPED),
-    *full_cases(*((bits, *each) for bits in (8, 4, *MIXED) for each in (
+    *full_cases(*((bits, *form) for bits in (8, 4, *MIXED) for form in (
         (64, DEFAULT_VARIANT), (80, CAPPED), (128, CAPPED))))])
 def test_recalled_codes_are_read_in_place(monkeypatch, bits, dim, variant):
     """Of one head, and of several one by one, as they are without matrix units."""
@@ -145,14 +143,14 @@ def test_claimed_slots_equal_the_reference(tokens, slots, most):
         selected = torch.rand(4, tokens).argsort(-1)[:, :most].sort(-1).values.int()
         selected[0, most - most // 3 :] = -1
         selected = selected.view(sequences, kv_heads, most)
-        found = []
+        results = []
         for module, state in ((triton_hot_set, ours), (reference_recall, theirs)):
             state[2].copy_(weights)
             taken, moves, counts = module.claim_slots(
                 selected, **dict(zip(("slot_of", "token_of", "log_weights"), state, strict=True)))
             live = torch.arange(most) < counts[..., None]
-            found.append((taken, moves.where(live, -1), counts))
-        assert all(map(torch.equal, *found)) and all(map(torch.equal, ours, theirs))
+            results.append((taken, moves.where(live, -1), counts))
+        assert all(map(torch.equal, *results)) and all(map(torch.equal, ours, theirs))
         assert step or (counts.flatten()[1:] == most).all()
     assert (counts < most).any() or most == 1
 
@@ -165,7 +163,7 @@ def test_tokens_are_copied_to_their_slots(dtype, width):
     moves = torch.stack([torch.rand(2, 3, n).argsort(-1)[..., :9] for n in (40, 20)]).int()
     counts = torch.tensor([[9, 0, 4], [1, 8, 9]]).int()
     for kinds in (1, 2):  # keys and values in one record, or apart
-        found, expected = target[:kinds].clone(), target[:kinds].clone()
+        results, expected = target[:kinds].clone(), target[:kinds].clone()
         reference_recall.copy_tokens(source[:kinds], expected, moves, counts)
-        triton_hot_set.copy_tokens(source[:kinds], found, moves, counts)
-        assert same(found, expected)
+        triton_hot_set.copy_tokens(source[:kinds], results, moves, counts)
+        assert same(results, expected)

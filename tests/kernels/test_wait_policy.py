@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.generation import token_ids
 from helpers.kernel_cases import threads
 from helpers.kernel_internals import is_asleep, is_running
 
@@ -126,21 +127,21 @@ def test_idle_team_has_more_threads_than_cpus_and_ends():
 
 
 def test_wait_policy_does_not_change_tokens(tiny_model, monkeypatch):
-    made: list[IdleTeam] = []
+    teams: list[IdleTeam] = []
 
     class Counted(IdleTeam):
         def __init__(self):
             super().__init__()
-            made.append(self)
+            teams.append(self)
 
     monkeypatch.setattr(wait_policy, "IdleTeam", Counted)
     prompts = [[5, 6, 7], [8, 9]]
     with threads(2), LLM(str(tiny_model("llama").folder), dtype="float32", progress=False) as llm:
         monkeypatch.setattr(wait_policy, "busy_seconds", lambda: None)
-        alone = [out.token_ids for out in llm.generate(prompts, max_new_tokens=4)]
-        assert not made
+        alone = token_ids(llm.generate(prompts, max_new_tokens=4))
+        assert not teams
         monkeypatch.setattr(wait_policy, "WINDOW", 0)
         monkeypatch.setattr(wait_policy, "busy_seconds", lambda: 1e3 * time.monotonic())
-        assert [out.token_ids for out in llm.generate(prompts, max_new_tokens=4)] == alone
-        assert made and not any(is_running(team) for team in made)
+        assert token_ids(llm.generate(prompts, max_new_tokens=4)) == alone
+        assert teams and not any(is_running(team) for team in teams)
     assert all(thread.name != "idle-team" for thread in threading.enumerate())

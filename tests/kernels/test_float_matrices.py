@@ -1,4 +1,4 @@
-"""Matrices in 12 bits: their bytes, and products with them on every instruction set."""
+"""Matrices of short floats, MXFP4 and 12 bits: their bytes and values on every instruction set."""
 
 import struct
 
@@ -15,10 +15,97 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
+from flexgen_h2o.kernels.reference.matrix import pack_mxfp4
+
+NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+def layout_of(outputs, inputs):
+    return MatrixLayout(outputs, inputs, 4, 32, mxfp4=True)
+
+
+def case(outputs, inputs, *, low, high, seed=0):
+    """A matrix of random codes and exponents from `low` to `high`, and its values in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    layout = layout_of(outputs, inputs)
+    blocks = torch.randint(256, (outputs, layout.groups, 16), generator=generator)
+    exponents = torch.randint(low, high + 1, (outputs, layout.groups), generator=generator)
+    codes = torch.stack((blocks % 16, blocks // 16), dim=-1).flatten(2)
+    values = torch.tensor(NUMBERS, dtype=torch.float64)[codes]
+    values = (values * 2.0 ** (exponents.double() - 127)[..., None]).flatten(1)[:, :inputs]
+    data = pack_mxfp4(blocks.to(torch.uint8), exponents.to(torch.uint8), layout)
+    return QuantizedMatrix(data, layout), values
+
+
+def test_sizes_of_mxfp4():
+    assert layout_of(64, 64).nbytes * 8 == 64 * 64 * 4.25
+    assert layout_of(17, 33).nbytes == 2 * 2 * (16 + 256)
+    options = WeightOptions(4, mxfp4=frozenset({(64, 64)}))
+    assert options.layout((64, 64)).mxfp4 and not options.layout((64, 96)).mxfp4
+    assert options.matrix_bytes((64, 64), 2) * 8 == 64 * 64 * 4.25
+    for bits, group in ((8, 32), (4, 64)):
+        with pytest.raises(UserError, match="cannot quantize to MXFP4"):
+            MatrixLayout(8, 64, bits, group, mxfp4=True)
+
+
+@given(st.sampled_from(["reference", *SETS]), st.integers(1, 50), st.integers(1, 100),
+       st.integers(0, 2**31))
+@settings(max_examples=examples(60))
+def test_rows_are_exact(way, outputs, inputs, seed):
+    """Whatever the exponents, up to the largest whose numbers float32 holds."""
+    matrix, values = case(outputs, inputs, low=0, high=252, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.cat([torch.arange(outputs), torch.randint(outputs, (5,), generator=generator)])
+    if way == "reference":
+        actual = reference_matrix.unpack_rows(matrix.data, matrix.layout, rows, torch.float32)
+    else:
+        with using(way), poisoned_memory():
+            actual = ops.unpack_rows(matrix, rows, torch.float32)
+    assert torch.equal(actual.double(), values[rows])
+
+
+@BUILT
+def test_group_0_marks_mxfp4_in_the_abi():
+    """In the arguments of the C ABI."""
+    x, results = torch.randn(3, 64), []
+    first, second = (case(24, 64, low=120, high=127, seed=seed) for seed in (1, 2))
+    spaced = MatrixLayout(24, 64, 4, 32)
+    other = QuantizedMatrix(ops.quantize_matrix(torch.randn(24, 64), spaced), spaced)
+    assert native.matrix_struct("m", other).group == 32
+    for matrix, values in (first, second):
+        assert native.matrix_struct("m", matrix).group == 0
+        results.append(torch.zeros(3, 24))
+        native.linear_quantized(x, matrix, None, results[-1], False)
+        torch.testing.assert_close(results[-1], x @ values.float().T)
+    with pytest.raises(ValueError, match="data must be"):
+        native.matrix_struct("m", QuantizedMatrix(other.data, first[0].layout))
+    with pytest.raises(ValueError, match="for the reference"):
+        native.quantize_matrix(torch.randn(24, 64), first[0])
+
+
+@pytest.mark.parametrize("size", [1e-40, 1e-3, 1.0, 1e30])
+def test_rounding_gives_the_nearest_number(size):
+    weight = torch.randn(5, 70) * size
+    weight[0], weight[1, :3] = 0, torch.tensor([7.9, 0.26, 2.6]) * size
+    layout = layout_of(5, 70)
+    data = ops.quantize_matrix(weight, layout, search=True)
+    results = reference_matrix.unpack_rows(data, layout, torch.arange(5), torch.float32)
+    for start in (0, 32, 64):
+        part, values = (x[:, start : start + 32].double() for x in (weight, results))
+        top = part.abs().amax(1, keepdim=True)
+        exponent = (torch.floor(torch.log2(top.clamp_min(2.0**-200))) - 2).clamp_min(-127)
+        steps = 2.0**exponent * torch.tensor(NUMBERS, dtype=torch.float64)[:, None, None]
+        least = (steps - part).abs().amin(0)
+        assert ((values - part).abs() <= least * (1 + 1e-12)).all()
+    again = ops.quantize_matrix(results, layout)
+    assert torch.equal(reference_matrix.unpack_rows(again, layout, torch.arange(5), torch.float32),
+                       results)
+
+
+# 12 bits
 
 WAYS = st.sampled_from(["reference", *SETS])
 
@@ -58,7 +145,7 @@ def shortened(weight, layout, way):
         return data, ops.unpack_rows(matrix, torch.arange(layout.outputs), torch.float32)
 
 
-def test_sizes():
+def test_sizes_of_12_bits():
     layout = MatrixLayout(64, 128, 12)
     assert layout.nbytes * 8 == 64 * 128 * (12 + 8 / 64) and layout.block_bytes == 16 + 1536
     assert MatrixLayout(17, 33, 12, 32).nbytes == 2 * 2 * (16 + 768)
@@ -75,15 +162,16 @@ def test_values_near_the_largest_are_exact(way, outputs, inputs, group, spread, 
     weight = torch.randn(shape, generator=generator) * torch.exp(
         spread * torch.randn(shape, generator=generator))
     weight = torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, weight).bfloat16()
-    data, found = shortened(weight, MatrixLayout(*shape, 12, group), way)
+    data, results = shortened(weight, MatrixLayout(*shape, 12, group), way)
     for start in range(0, inputs, group):
-        part, mine = weight[:, start : start + group].double(), found[:, start : start + group]
+        columns = slice(start, start + group)
+        part, values = weight[:, columns].double(), results[:, columns]
         _, exponent = part.abs().amax(1, keepdim=True).frexp()
         least = torch.ldexp(torch.ones(outputs, 1).double(), exponent - 1 - 15)
         exact = (part.abs() > least) | (part == 0)
-        assert torch.equal(mine.double()[exact], part[exact])
+        assert torch.equal(values.double()[exact], part[exact])
         nearest = torch.minimum(part.abs(), (part.abs() - least * 129 / 128).abs())
-        assert torch.equal((mine - part).abs()[~exact], nearest[~exact])
+        assert torch.equal((values - part).abs()[~exact], nearest[~exact])
 
 
 @given(WAYS, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

@@ -1,6 +1,4 @@
-"""Tokens of a file of records: the kernel and its reference beside what the file holds."""
-
-from __future__ import annotations
+"""Kernels of hot sets: slots for selected tokens, and reads of those that are missing."""
 
 import os
 
@@ -39,14 +37,14 @@ def file(tmp_path_factory):
 
 def missing_tokens(seed: int, counts: list[int]) -> torch.Tensor:
     """So many tokens of each head, most of them near others, each with a slot of its own."""
-    some = torch.Generator().manual_seed(seed)
-    found = []
+    generator = torch.Generator().manual_seed(seed)
+    results = []
     for head, count in enumerate(counts):
-        last = int(torch.randint(count, LAYOUT.slots + 1, (1,), generator=some))
-        token = torch.randperm(last, generator=some)[:count].sort().values
-        slot = torch.randperm(SLOTS, generator=some)[:count]
-        found.append(torch.stack((torch.full_like(token, head), token, slot)))
-    return torch.cat(found, 1)
+        last = int(torch.randint(count, LAYOUT.slots + 1, (1,), generator=generator))
+        token = torch.randperm(last, generator=generator)[:count].sort().values
+        slot = torch.randperm(SLOTS, generator=generator)[:count]
+        results.append(torch.stack((torch.full_like(token, head), token, slot)))
+    return torch.cat(results, 1)
 
 
 def lines(records: torch.Tensor, missing: torch.Tensor) -> torch.Tensor:
@@ -131,12 +129,55 @@ def test_indices_out_of_range_are_errors(file, fetch, wrong):
 @given(st.lists(st.integers(0, 300), min_size=1), st.integers(0, 9), st.integers(1, 40))
 def test_read_runs_cover_all_records_without_wide_gaps(numbers, gap, most):
     runs = list(contiguous_runs(numbers, gap=gap, max_pages=most))
-    assert [place for mine, _ in runs for place in mine] == list(range(len(numbers)))
-    for mine, run in runs:
-        inside = {numbers[place] for place in mine}
-        assert {run[0], run[-1]} <= inside <= {*run} and len(run) <= most
-        order = sorted(inside)
+    assert [place for places, _ in runs for place in places] == list(range(len(numbers)))
+    for places, run in runs:
+        in_run = {numbers[place] for place in places}
+        assert {run[0], run[-1]} <= in_run <= {*run} and len(run) <= most
+        order = sorted(in_run)
         assert all(b - a <= gap + 1 for a, b in zip(order, order[1:], strict=False))
     if numbers == sorted(numbers):
         for (_, one), (_, other) in zip(runs, runs[1:], strict=False):
             assert other[0] - one[-1] > gap + 1 or other[0] - one[0] >= most
+
+
+# Slots of tokens
+
+
+def state(heads: int, slots: int, tokens: int) -> dict[str, torch.Tensor]:
+    return {"slot_of": torch.full((heads, tokens), -1, dtype=torch.int32),
+            "token_of": torch.full((heads, slots), -1, dtype=torch.int32),
+            "log_weights": torch.zeros((heads, tokens), dtype=torch.int32)}
+
+
+@pytest.mark.source("hot_set")
+@BUILT
+def test_taken_slots_equal_the_reference(isa):
+    sequences, kv_heads, slots, tokens, most = 2, 3, 300, 1000, 200
+    one, other = (state(sequences * kv_heads, slots, tokens) for _ in range(2))
+    # So few weights that many are equal, and so many that every bit counts.
+    for highest in (1, 2, 300, 70_000, 1 << 24, 2**31 - 1, 2**31 - 1):
+        weights = torch.randint(highest, (sequences * kv_heads, tokens), dtype=torch.int32)
+        one["log_weights"], other["log_weights"] = weights, weights.clone()
+        selected = torch.stack([torch.randperm(tokens)[:most]
+                                for _ in range(sequences * kv_heads)]).int()
+        selected[1, 150:] = -1
+        arguments = {"selected": selected.view(sequences, kv_heads, most), "newest": 32,
+                "first_recent": torch.tensor([tokens - 30, tokens], dtype=torch.int32)}
+        results = native_recall.assign_slots(**arguments, **one)
+        expected = reference_recall.assign_slots(**arguments, **other)
+        assert torch.equal(results[0], expected[0]) and torch.equal(results[1], expected[1])
+        assert results[2] == expected[2]
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert results[2] > 0 < results[1].shape[1]
+
+
+@pytest.mark.parametrize("take", [
+    reference_recall.assign_slots, pytest.param(native_recall.assign_slots, marks=BUILT)])
+@pytest.mark.parametrize("selected", [[0, 1, 2], [0, 20]])
+def test_too_many_or_unknown_tokens_are_errors(take, selected):
+    slots_of_head = state(1, 2, 20)
+    before = {name: tensor.clone() for name, tensor in slots_of_head.items()}
+    with pytest.raises(ValueError, match="assign_slots: an index"):
+        take(torch.tensor([[selected]], dtype=torch.int32),
+             torch.tensor([20], dtype=torch.int32), newest=3, **slots_of_head)
+    assert all(torch.equal(slots_of_head[name], before[name]) for name in slots_of_head)
