@@ -4,8 +4,6 @@ Names of tensors are those that the gguf package's own name map gives. What the 
 tensors and the keys that it writes are done here as its sources do them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,15 +37,17 @@ Weights = dict[str, np.ndarray]
 class Case:
     """A model of the hub and the GGUF architecture that it becomes.
 
-    `keys` are what the converter writes beside the usual values, `changed` what it does to a
-    tensor: given its name, its values and the model's config, the tensors in its place.
+    `keys` are values that the converter writes beside the usual ones, `changed` what it does to a
+    tensor (given its name, its values and the model's config, it gives the tensors in its place),
+    and `more` writes whatever else there is.
     """
 
     architecture: str
     model_type: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    keys: Callable[[GGUFWriter, Any], None] = lambda writer, config: None
+    keys: Mapping[str, Any] = field(default_factory=dict)
     changed: Callable[[str, np.ndarray, Any], Iterator[tuple[str, np.ndarray]]] | None = None
+    more: Callable[[GGUFWriter, Any], None] = lambda writer, config: None
 
 
 def _permuted(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -183,28 +183,15 @@ def _older_flattened_heads(name: str, values: np.ndarray, config: Any
         yield from _flattened_heads(name, values, config)
 
 
-def _qwen35(writer: GGUFWriter, config: Any) -> None:
-    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-    writer.add_ssm_state_size(config.linear_key_head_dim)
-    writer.add_ssm_group_count(config.linear_num_key_heads)
-    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
-    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-    writer.add_full_attention_interval(4)
-    writer.add_rope_dimension_count(int(
-        config.head_dim * config.rope_parameters["partial_rotary_factor"]))
-    writer.add_rope_dimension_sections([1, 1, 0, 0])
-    if hasattr(config, "moe_intermediate_size"):
-        _expert_widths(writer, config)
+Keys = Mapping[str, Any]
 
 
 def _scaling(writer: GGUFWriter, config: Any) -> None:
     scaling = config.rope_parameters
-    if scaling["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    if scaling["rope_type"] != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType[scaling["rope_type"].upper()])
         writer.add_rope_scaling_factor(scaling["factor"])
-    elif scaling["rope_type"] == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(scaling["factor"])
+    if scaling["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
 
 
@@ -218,50 +205,21 @@ def _llama3(writer: GGUFWriter, config: Any) -> None:
 
 
 def _longrope(writer: GGUFWriter, config: Any) -> None:
-    scaling = config.rope_parameters
-    head_dim = config.hidden_size // config.num_attention_heads
-    writer.add_rope_dimension_count(int(head_dim * scaling["partial_rotary_factor"]))
-    writer.add_sliding_window(config.sliding_window or 0)
-    writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     for name in ("long", "short"):
         writer.add_tensor(f"rope_factors_{name}.weight",
-                          np.array(scaling[f"{name}_factor"], np.float32))
+                          np.array(config.rope_parameters[f"{name}_factor"], np.float32))
 
 
-def _gemma2(writer: GGUFWriter, config: Any) -> None:
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+def _latent_scale(writer: GGUFWriter, config: Any) -> None:
+    _scaling(writer, config)
+    writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
 
 
-def _gemma3(writer: GGUFWriter, config: Any) -> None:
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
-    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-    writer.add_rope_scaling_factor(config.rope_parameters["full_attention"]["factor"])
-
-
-def _olmo3(writer: GGUFWriter, config: Any) -> None:
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_sliding_window_pattern([each == _WINDOWS[0] for each in config.layer_types])
-
-
-def _exaone4(writer: GGUFWriter, config: Any) -> None:
-    if config.sliding_window:
-        _olmo3(writer, config)
-
-
-def _glm4(writer: GGUFWriter, config: Any) -> None:
-    share = config.rope_parameters["partial_rotary_factor"]
-    writer.add_rope_dimension_count(int(config.head_dim * share))
-
-
-def _cohere(writer: GGUFWriter, config: Any) -> None:
-    writer.add_logit_scale(config.logit_scale)
-    if config.model_type == "cohere2":
-        writer.add_sliding_window(config.sliding_window)
-        writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+def _prediction_layer(writer: GGUFWriter, config: Any) -> None:
+    writer.add_nextn_predict_layers(1)
+    last = config.num_hidden_layers  # the converter appends its layers to the others
+    writer.add_tensor(f"blk.{last}.nextn.eh_proj.weight", np.ones((32, 64), np.float32))
+    writer.add_tensor(f"blk.{last}.attn_norm.weight", np.ones(32, np.float32))
 
 
 def _without_alphas(name: str, values: np.ndarray, config: Any
@@ -279,124 +237,74 @@ def _add_alphas(writer: GGUFWriter, weights: Weights) -> None:
             writer.add_array(f"xielu.{alpha}", numbers)
 
 
-def _granite(writer: GGUFWriter, config: Any) -> None:
-    writer.add_attention_scale(config.attention_multiplier)
-    writer.add_embedding_scale(config.embedding_multiplier)
-    writer.add_residual_scale(config.residual_multiplier)
-    writer.add_logit_scale(config.logits_scaling)
+def _rotated(config: Any) -> int:
+    head_dim = (config.to_dict().get("head_dim")
+                or config.hidden_size // config.num_attention_heads)
+    return int(head_dim * config.rope_parameters["partial_rotary_factor"])
 
 
-def _partial(writer: GGUFWriter, config: Any) -> None:
-    head_dim = config.hidden_size // config.num_attention_heads
-    share = config.rope_parameters["partial_rotary_factor"]
-    writer.add_rope_dimension_count(int(head_dim * share))
-    writer.add_parallel_residual(config.use_parallel_residual)
+def _original_context(config: Any) -> int:
+    return config.rope_parameters["original_max_position_embeddings"]
 
 
-def _expert_widths(writer: GGUFWriter, config: Any) -> None:
-    writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size",
-                                                  config.intermediate_size))
-    if hasattr(config, "shared_expert_intermediate_size"):
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+def _window_layers(config: Any) -> list[bool]:
+    return [layer == _WINDOWS[0] for layer in config.layer_types]
 
 
-def _grouped(writer: GGUFWriter, config: Any) -> None:
-    writer.add_expert_group_count(config.n_group)
-    writer.add_expert_group_used_count(config.topk_group)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_expert_shared_count(getattr(config, "n_shared_experts", None)
-                                   or config.num_shared_experts)
-    writer.add_leading_dense_block_count(config.first_k_dense_replace)
-    writer.add_expert_weights_scale(config.routed_scaling_factor)
-    writer.add_expert_weights_norm(config.norm_topk_prob)
-
-
-def _latent(writer: GGUFWriter, config: Any) -> None:
-    _grouped(writer, config)
-    _scaling(writer, config)
-    if config.rope_parameters.get("mscale_all_dim"):
-        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
-    if config.q_lora_rank:
-        writer.add_q_lora_rank(config.q_lora_rank)
-    writer.add_kv_lora_rank(config.kv_lora_rank)
-    writer.add_rope_dimension_count(config.qk_rope_head_dim)
-    writer.add_head_count_kv(1)
-    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
-    writer.add_value_length(config.kv_lora_rank)
-    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    writer.add_value_length_mla(config.v_head_dim)
-
-
-def _older_latent(writer: GGUFWriter, config: Any) -> None:
-    _grouped(writer, config)
-    writer.add_kv_lora_rank(config.kv_lora_rank)
-    writer.add_rope_dimension_count(config.qk_rope_head_dim)
-    writer.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    writer.add_value_length(config.v_head_dim)
-
-
-def _afmoe(writer: GGUFWriter, config: Any) -> None:
-    writer.add_expert_shared_count(config.num_shared_experts)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_leading_dense_block_count(config.num_dense_layers)
-    writer.add_expert_weights_norm(True)
-    writer.add_expert_weights_scale(config.route_scale)
-    writer.add_sliding_window(config.sliding_window)
-
-
-def _exaone_moe(writer: GGUFWriter, config: Any) -> None:
-    _grouped(writer, config)
-    _olmo3(writer, config)
-    _prediction_layer(writer, config)
-
-
-def _llama4(writer: GGUFWriter, config: Any) -> None:
-    writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
-    writer.add_feed_forward_length(config.intermediate_size_mlp)
-    writer.add_expert_feed_forward_length(config.intermediate_size)
-    _llama3(writer, config)
-
-
-def _glm4_moe(writer: GGUFWriter, config: Any) -> None:
-    _grouped(writer, config)
-    writer.add_rope_dimension_count(4)
-    _prediction_layer(writer, config)
-
-
-def _prediction_layer(writer: GGUFWriter, config: Any) -> None:
-    writer.add_nextn_predict_layers(1)
-    last = config.num_hidden_layers  # the converter appends its layers to the others
-    writer.add_tensor(f"blk.{last}.nextn.eh_proj.weight", np.ones((32, 64), np.float32))
-    writer.add_tensor(f"blk.{last}.attn_norm.weight", np.ones(32, np.float32))
-
-
-def _ernie4_5_moe(writer: GGUFWriter, config: Any) -> None:
-    writer.add_interleave_moe_layer_step(config.moe_layer_interval)
-    writer.add_leading_dense_block_count(config.moe_layer_start_index)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_expert_shared_count(config.moe_num_shared_experts)
-
-
-def _minimax_m2(writer: GGUFWriter, config: Any) -> None:
-    writer.add_expert_feed_forward_length(config.intermediate_size)
-    writer.add_rope_dimension_count(6)
-
-
-def _phimoe(writer: GGUFWriter, config: Any) -> None:
-    scaling = config.rope_parameters
-    writer.add_rope_dimension_count(8)
-    writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
-    writer.add_rope_scaling_attn_factors(scaling["short_mscale"])
-    for name in ("long", "short"):
-        writer.add_tensor(f"rope_factors_{name}.weight",
-                          np.array(scaling[f"{name}_factor"], np.float32))
-
-
-def _gpt_oss(writer: GGUFWriter, config: Any) -> None:
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_expert_feed_forward_length(config.intermediate_size)
-    _scaling(writer, config)
-
+# What is written beside the usual values: methods of the writer without "add_", and an attribute of
+# the config, a function of it, or a value.
+_WIDTHS: Keys = {"expert_feed_forward_length": "moe_intermediate_size"}
+_SHARED_WIDTHS: Keys = {
+    **_WIDTHS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_WINDOW: Keys = {"sliding_window": "sliding_window"}
+_WINDOW_LAYERS: Keys = {**_WINDOW, "sliding_window_pattern": _window_layers}
+_DELTA_NET: Keys = {
+    "ssm_conv_kernel": "linear_conv_kernel_dim", "ssm_state_size": "linear_key_head_dim",
+    "ssm_group_count": "linear_num_key_heads", "ssm_time_step_rank": "linear_num_value_heads",
+    "ssm_inner_size": lambda c: c.linear_value_head_dim * c.linear_num_value_heads,
+    "full_attention_interval": 4, "rope_dimension_count": _rotated,
+    "rope_dimension_sections": [1, 1, 0, 0]}
+_PARTLY_ROTATED: Keys = {"rope_dimension_count": _rotated,
+                         "parallel_residual": "use_parallel_residual"}
+_GRANITE: Keys = {
+    "attention_scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
+_GROUPS: Keys = {
+    **_WIDTHS, "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+    "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace", "expert_weights_norm": "norm_topk_prob"}
+_LATENT: Keys = {
+    **_GROUPS, "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "head_count_kv": 1,
+    "rope_dimension_count": "qk_rope_head_dim", "value_length": "kv_lora_rank",
+    "key_length": lambda c: c.kv_lora_rank + c.qk_rope_head_dim,
+    "key_length_mla": lambda c: c.qk_nope_head_dim + c.qk_rope_head_dim,
+    "value_length_mla": "v_head_dim"}
+_OLDER_LATENT: Keys = {
+    **_GROUPS, "kv_lora_rank": "kv_lora_rank", "rope_dimension_count": "qk_rope_head_dim",
+    "key_length": lambda c: c.qk_nope_head_dim + c.qk_rope_head_dim, "value_length": "v_head_dim"}
+_LLAMA4: Keys = {
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "feed_forward_length": "intermediate_size_mlp",
+    "expert_feed_forward_length": "intermediate_size"}
+_ERNIE: Keys = {
+    **_WIDTHS, "interleave_moe_layer_step": "moe_layer_interval",
+    "leading_dense_block_count": "moe_layer_start_index",
+    "expert_shared_count": "moe_num_shared_experts"}
+_AFMOE: Keys = {
+    **_WIDTHS, **_WINDOW, "expert_shared_count": "num_shared_experts",
+    "leading_dense_block_count": "num_dense_layers", "expert_weights_norm": True,
+    "expert_weights_scale": "route_scale"}
+_PHIMOE: Keys = {
+    "rope_dimension_count": 8, "rope_scaling_orig_ctx_len": _original_context,
+    "rope_scaling_attn_factors": lambda c: c.rope_parameters["short_mscale"]}
+_NO_SCALING: Keys = {"logit_scale": "logit_scale",
+                     "rope_scaling_type": gguf.RopeScalingType.NONE}
+_GEMMA2: Keys = {**_WINDOW, "attn_logit_softcapping": "attn_logit_softcapping",
+                 "final_logit_softcapping": "final_logit_softcapping"}
+_GEMMA3: Keys = {
+    **_WINDOW, "rope_scaling_type": gguf.RopeScalingType.LINEAR,
+    "rope_freq_base_swa": lambda c: c.rope_parameters["sliding_attention"]["rope_theta"],
+    "rope_scaling_factor": lambda c: c.rope_parameters["full_attention"]["factor"]}
 
 _LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -417,101 +325,113 @@ _QWEN3_NEXT = {**_DELTA_NETS, **_EXPERTS, "moe_intermediate_size": 16, "norm_top
 CASES: dict[str, Case] = {
     "llama": Case("llama", "llama", changed=_permuted),
     "llama 3": Case("llama", "llama", {"head_dim": 12, "tie_word_embeddings": True,
-                                       "rope_parameters": _LLAMA3_ROPE}, _llama3, _permuted),
+                                       "rope_parameters": _LLAMA3_ROPE}, more=_llama3,
+                    changed=_permuted),
     "gptneox": Case("gptneox", "gpt_neox", {
         "num_key_value_heads": 4, "rope_parameters": _PARTIAL["rope_parameters"],
-        "use_parallel_residual": False}, _partial, _sorted_heads),
-    "qwen2": Case("qwen2", "qwen2", {"rope_parameters": _YARN}, _scaling),
+        "use_parallel_residual": False}, _PARTLY_ROTATED, _sorted_heads),
+    "qwen2": Case("qwen2", "qwen2", {"rope_parameters": _YARN}, more=_scaling),
     "qwen3": Case("qwen3", "qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
     "phi3": Case("phi3", "phi3", {"rope_parameters": _LONG, "sliding_window": None,
-                                  "original_max_position_embeddings": 128}, _longrope),
+                                  "original_max_position_embeddings": 128}, {
+        "rope_dimension_count": _rotated, "sliding_window": 0,
+        "rope_scaling_orig_ctx_len": _original_context}, more=_longrope),
     "gemma2": Case("gemma2", "gemma2", {
         "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 16,
-        "tie_word_embeddings": True, "layer_types": _WINDOWS}, _gemma2, _one_more),
+        "tie_word_embeddings": True, "layer_types": _WINDOWS}, _GEMMA2, _one_more),
     "gemma3": Case("gemma3", "gemma3_text", {
         "num_hidden_layers": 6, "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 16,
-        "tie_word_embeddings": True, "rope_parameters": _GEMMA3_ROPE}, _gemma3, _one_more),
+        "tie_word_embeddings": True, "rope_parameters": _GEMMA3_ROPE}, _GEMMA3, _one_more),
     "olmo2": Case("olmo2", "olmo2"),
-    "olmo3": Case("olmo2", "olmo3", {"num_hidden_layers": 4, "sliding_window": 16}, _olmo3),
+    "olmo3": Case("olmo2", "olmo3", {"num_hidden_layers": 4, "sliding_window": 16}, _WINDOW_LAYERS),
     "exaone4": Case("exaone4", "exaone4", {"num_hidden_layers": 4, "sliding_window": 16,
-                                           "layer_types": None}, _exaone4),
+                                           "layer_types": None}, _WINDOW_LAYERS),
     "exaone4 full": Case("exaone4", "exaone4", {
-        "sliding_window": None, "layer_types": ["full_attention"] * LAYERS}, _exaone4),
+        "sliding_window": None, "layer_types": ["full_attention"] * LAYERS}),
     "smollm3": Case("smollm3", "smollm3", {"num_hidden_layers": 4}, changed=_permuted),
-    "glm4": Case("glm4", "glm4", {"head_dim": 12, **_PARTIAL}, _glm4),
-    "command-r": Case("command-r", "cohere", {"tie_word_embeddings": True}, _cohere),
+    "glm4": Case("glm4", "glm4", {"head_dim": 12, **_PARTIAL}, {"rope_dimension_count": _rotated}),
+    "command-r": Case("command-r", "cohere", {"tie_word_embeddings": True}, _NO_SCALING),
     "cohere2": Case("cohere2", "cohere2", {
         "num_hidden_layers": 4, "sliding_window": 16, "logit_scale": 0.25,
-        "tie_word_embeddings": True}, _cohere),
-    "apertus": Case("apertus", "apertus", {"rope_parameters": _LLAMA3_ROPE}, _llama3,
-                    _without_alphas),
+        "tie_word_embeddings": True}, {**_NO_SCALING, **_WINDOW,
+                                       "rope_dimension_count": "head_dim"}),
+    "apertus": Case("apertus", "apertus", {"rope_parameters": _LLAMA3_ROPE},
+                    changed=_without_alphas, more=_llama3),
     "ernie4_5": Case("ernie4_5", "ernie4_5", {"head_dim": 12}),
     "granite": Case("granite", "granite", {
         "attention_multiplier": 0.25, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
-        "logits_scaling": 4.0}, _granite, _permuted),
-    "stablelm": Case("stablelm", "stablelm", {**_PARTIAL, "use_qkv_bias": True}, _partial),
+        "logits_scaling": 4.0}, _GRANITE, _permuted),
+    "stablelm": Case("stablelm", "stablelm", {**_PARTIAL, "use_qkv_bias": True}, _PARTLY_ROTATED),
     "stablelm 12b": Case("stablelm", "stablelm", {
-        **_PARTIAL, "qk_layernorm": True, "use_parallel_residual": True}, _partial),
+        **_PARTIAL, "qk_layernorm": True, "use_parallel_residual": True}, _PARTLY_ROTATED),
     "seed_oss": Case("seed_oss", "seed_oss", {"head_dim": 12}),
     "mixtral": Case("llama", "mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2,
                                          "head_dim": 8}, changed=_permuted),
     "qwen2moe": Case("qwen2moe", "qwen2_moe", {
         **_EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
-        _expert_widths),
-    "qwen35": Case("qwen35", "qwen3_5_text", _DELTA_NETS, _qwen35, _tiled_heads),
+        _SHARED_WIDTHS),
+    "qwen35": Case("qwen35", "qwen3_5_text", _DELTA_NETS, _DELTA_NET, _tiled_heads),
     "qwen35moe": Case("qwen35moe", "qwen3_5_moe_text", {
         **_DELTA_NETS, **_EXPERTS, "intermediate_size": None, "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 24}, _qwen35, _tiled_heads),
-    "qwen3next": Case("qwen3next", "qwen3_next", _QWEN3_NEXT, _qwen35, _flattened_heads),
-    "qwen3next older": Case("qwen3next", "qwen3_next", _QWEN3_NEXT, _qwen35,
-                            _older_flattened_heads),
+        "shared_expert_intermediate_size": 24}, {**_DELTA_NET, **_SHARED_WIDTHS}, _tiled_heads),
+    "qwen3next": Case("qwen3next", "qwen3_next", _QWEN3_NEXT, {**_DELTA_NET, **_SHARED_WIDTHS},
+                      _flattened_heads),
+    "qwen3next older": Case("qwen3next", "qwen3_next", _QWEN3_NEXT,
+                            {**_DELTA_NET, **_SHARED_WIDTHS}, _older_flattened_heads),
     "qwen3moe": Case("qwen3moe", "qwen3_moe", {
         **_EXPERTS, "head_dim": 12, "moe_intermediate_size": 16, "norm_topk_prob": True},
-        _expert_widths),
+        _WIDTHS),
     "olmoe": Case("olmoe", "olmoe", _EXPERTS),
     "glm4moe": Case("glm4moe", "glm4_moe", {
         **_GROUPED, "attention_bias": True, "use_qk_norm": True,
-        "rope_parameters": _PARTIAL["rope_parameters"]}, _glm4_moe, _correction),
-    "dots1": Case("dots1", "dots1", _GROUPED, _grouped, _correction),
+        "rope_parameters": _PARTIAL["rope_parameters"]}, {
+            **_GROUPS, "rope_dimension_count": 4}, _correction, _prediction_layer),
+    "dots1": Case("dots1", "dots1", _GROUPED, _GROUPS, _correction),
     "deepseek2": Case("deepseek2", "deepseek_v3", {
         **_GROUPED, **_HEADS, "q_lora_rank": 12, "num_nextn_predict_layers": 0,
-        "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}, _latent,
-        _split_maps),
+        "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}, _LATENT,
+        _split_maps, _latent_scale),
     "deepseek2 lite": Case("deepseek2", "deepseek_v2", {
         **_GROUPED, **_HEADS, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
-        "norm_topk_prob": False, "topk_method": "greedy"}, _older_latent),
+        "norm_topk_prob": False, "topk_method": "greedy"}, _OLDER_LATENT),
     "afmoe": Case("afmoe", "afmoe", {
         **_EXPERTS, "num_hidden_layers": 4, "head_dim": 12, "moe_intermediate_size": 16,
         "num_shared_experts": 2, "num_dense_layers": 1, "sliding_window": 16, "route_scale": 2.5,
-        "mup_enabled": True}, _afmoe, _correction),
+        "mup_enabled": True}, _AFMOE, _correction),
     "exaone-moe": Case("exaone-moe", "exaone_moe", {
         **{key: _GROUPED[key] for key in _GROUPED if not key.endswith("d_experts")},
         "num_experts": 6, "num_shared_experts": 2, "num_hidden_layers": 4,
-        "num_nextn_predict_layers": 1, "sliding_window": 16}, _exaone_moe, _correction),
+        "num_nextn_predict_layers": 1, "sliding_window": 16}, {
+            **_GROUPS, **_WINDOW_LAYERS, "expert_shared_count": "num_shared_experts"},
+        _correction, _prediction_layer),
     "llama4": Case("llama4", "llama4_text", {
         "num_hidden_layers": 4, "num_local_experts": 5, "head_dim": 12, "intermediate_size": 16,
         "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2, "rope_parameters": {
-            **_LLAMA3_ROPE, "high_freq_factor": 1.0}}, _llama4, _split_columns),
+            **_LLAMA3_ROPE, "high_freq_factor": 1.0}}, _LLAMA4, _split_columns,
+        _llama3),
     "ernie4_5-moe": Case("ernie4_5-moe", "ernie4_5_moe", {
         "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 16,
-        "moe_num_shared_experts": 2}, _ernie4_5_moe, _correction),
+        "moe_num_shared_experts": 2}, _ERNIE, _correction),
     "minimax-m2": Case("minimax-m2", "minimax_m2", {
         "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12,
-        "rope_parameters": _PARTIAL["rope_parameters"]}, _minimax_m2, _correction),
+        "rope_parameters": _PARTIAL["rope_parameters"]}, {
+            "expert_feed_forward_length": "intermediate_size", "rope_dimension_count": 6},
+        _correction),
     "granitemoe": Case("granitemoe", "granitemoe", {
         "num_local_experts": 5, "num_experts_per_tok": 2, "attention_multiplier": 0.25,
-        "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}, _granite,
+        "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}, _GRANITE,
         _split_inputs),
     "phimoe": Case("phimoe", "phimoe", {
         "num_local_experts": 5, "attention_bias": True, "lm_head_bias": True,
         "original_max_position_embeddings": 128, "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.25, 1.5, 2.0],
             "long_factor": [1.0, 2.0, 4.5, 6.0], "short_mscale": 1.25, "long_mscale": 1.25,
-            "original_max_position_embeddings": 128}}, _phimoe),
+            "original_max_position_embeddings": 128}}, _PHIMOE, more=_longrope),
     "gpt-oss": Case("gpt-oss", "gpt_oss", {
         "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "intermediate_size": 64,
         "sliding_window": 16, "layer_types": _WINDOWS, "rope_parameters": {
-            **_YARN, "truncate": False}}, _gpt_oss, _split_gates),
+            **_YARN, "truncate": False}}, {
+            **_WINDOW, "expert_feed_forward_length": "intermediate_size"}, _split_gates, _scaling),
 }
 
 
@@ -552,7 +472,12 @@ def write(case: Case, config: Any, weights: Weights, path: Path, kind: Kind | No
     writer.add_name("tiny")
     _add_values(writer, config)
     add_tokenizer(writer)
-    case.keys(writer, config)
+    for key, value in case.keys.items():
+        value = getattr(config, value) if isinstance(value, str) else (
+            value(config) if callable(value) else value)
+        if value is not None:
+            getattr(writer, f"add_{key}")(value)
+    case.more(writer, config)
     _add_alphas(writer, weights)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)

@@ -4,8 +4,6 @@ Each function takes a matrix and gives the tensors that a checkpoint keeps in it
 of their names, and the float32 matrix that they stand for. Slow, and apart from the package.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -3,16 +3,15 @@
 Nothing is downloaded, and no tokenizer is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from helpers.mixture_cases import HYBRID, LATENT, MIXTURES, limit_as_configured
+from helpers.mixture_cases import HYBRID, LATENT, MIXTURES, config_of, limit_as_configured
 
 
 @dataclass(frozen=True)
@@ -24,45 +23,20 @@ class TinyModel:
     config: Any
 
 
-def _opt(**options):
-    from transformers import OPTConfig
-
-    return OPTConfig(**{
-        "vocab_size": 112, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "ffn_dim": 96, "max_position_embeddings": 256, "word_embed_proj_dim": 48, **options})
-
-
-def _sizes(**options) -> dict[str, Any]:
-    return {"vocab_size": 120, "hidden_size": 48, "num_hidden_layers": 3,
-            "num_attention_heads": 6, "intermediate_size": 80, "max_position_embeddings": 256,
-            **options}
+_SIZES = {"vocab_size": 120, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6,
+          "intermediate_size": 80, "max_position_embeddings": 256}
+_of = partial(config_of, _SIZES, num_key_value_heads=2, pad_token_id=None)
+_opt = partial(config_of, {
+    "vocab_size": 112, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "ffn_dim": 96, "max_position_embeddings": 256, "word_embed_proj_dim": 48}, "OPT")
+_llama = partial(config_of, {**_SIZES, "num_key_value_heads": 2}, "Llama")
+_mistral = partial(config_of, {**_SIZES, "num_key_value_heads": 3}, "Mistral")
 
 
-def _llama(**options):
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**_sizes(**{"num_key_value_heads": 2, **options}))
-
-
-def _mistral(**options):
-    from transformers import MistralConfig
-
-    return MistralConfig(**_sizes(num_key_value_heads=3, **options))
-
-
-def _neox(*, rotary: float = 0.25, **options):
-    from transformers import GPTNeoXConfig
-
+def _neox(*, rotary: float = 0.25, **options: Any) -> Callable[..., Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": rotary}
-    return GPTNeoXConfig(**_sizes(**{"hidden_size": 64, "num_attention_heads": 4,
-                                     "rope_parameters": rope, **options}))
-
-
-def _of(name: str, **options):
-    import transformers
-
-    return getattr(transformers, f"{name}Config")(**_sizes(**{
-        "num_key_value_heads": 2, "pad_token_id": None, **options}))
+    return config_of(_SIZES, "GPTNeoX", {"hidden_size": 64, "num_attention_heads": 4,
+                                         "rope_parameters": rope}, **options)
 
 
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -74,67 +48,62 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_facto
              "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
              "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]}
 
-# Each makes the transformers config of one branch; the folder of a model is named by its key.
+# Each makes the transformers config of one branch. The folder of a model has the name of its key.
 TINY: dict[str, Callable[[], Any]] = {
-    "opt": _opt,
-    "opt_350m_style": lambda: _opt(word_embed_proj_dim=32, do_layer_norm_before=False),
-    "opt_no_bias": lambda: _opt(enable_bias=False, layer_norm_elementwise_affine=False,
-                                activation_function="gelu"),
-    "opt_untied": lambda: _opt(tie_word_embeddings=False, _remove_final_layer_norm=True),
-    "llama": lambda: _llama(tie_word_embeddings=True),
-    "llama_untied_bias": lambda: _llama(attention_bias=True, mlp_bias=True,
-                                        num_key_value_heads=6),
-    "llama3_rope": lambda: _llama(rope_parameters=LLAMA3_ROPE),
-    "llama_linear_rope": lambda: _llama(rope_parameters=LINEAR_ROPE),
-    "llama_head_dim": lambda: _llama(head_dim=12, hidden_act="gelu_pytorch_tanh"),
-    "mistral": lambda: _mistral(sliding_window=None),
-    "mistral_window": lambda: _mistral(sliding_window=7),
-    "llama_yarn": lambda: _llama(rope_parameters=YARN_ROPE),
-    "llama_dynamic": lambda: _llama(rope_parameters=LINEAR_ROPE | {"rope_type": "dynamic"}),
-    "qwen2": lambda: _of("Qwen2", num_key_value_heads=3),
-    "qwen2_windows": lambda: _of("Qwen2", use_sliding_window=True, sliding_window=9,
-                                 max_window_layers=1),
-    "qwen3": lambda: _of("Qwen3", head_dim=12, tie_word_embeddings=True),
-    "seed_oss": lambda: _of("SeedOss", head_dim=12, attention_out_bias=False),
-    "phi3": lambda: _of("Phi3", sliding_window=20),
-    "phi3_longrope": lambda: _of("Phi3", hidden_size=96, original_max_position_embeddings=128,
-                                 tie_word_embeddings=True, rope_parameters=LONG_ROPE),
-    "gemma2": lambda: _of("Gemma2", head_dim=12, sliding_window=8, query_pre_attn_scalar=20,
-                          attn_logit_softcapping=5.0, final_logit_softcapping=4.0),
-    "gemma3": lambda: _of("Gemma3Text", head_dim=12, sliding_window=6, query_pre_attn_scalar=20,
-                          layer_types=["sliding_attention", "full_attention",
-                                       "sliding_attention"]),
-    "qwen3_5": lambda: _of("Qwen3_5Text", num_hidden_layers=5, head_dim=24,
-                           tie_word_embeddings=True, **HYBRID),
-    "granite": lambda: _of("Granite", attention_multiplier=0.2, residual_multiplier=0.4,
-                           embedding_multiplier=3.0, logits_scaling=0.5),
-    "olmo2": lambda: _of("Olmo2"),
-    "olmo3": lambda: _of("Olmo3", num_hidden_layers=5, sliding_window=7, rope_parameters={
+    "opt": _opt(),
+    "opt_350m_style": _opt(word_embed_proj_dim=32, do_layer_norm_before=False),
+    "opt_no_bias": _opt(enable_bias=False, layer_norm_elementwise_affine=False,
+                        activation_function="gelu"),
+    "opt_untied": _opt(tie_word_embeddings=False, _remove_final_layer_norm=True),
+    "llama": _llama(tie_word_embeddings=True),
+    "llama_untied_bias": _llama(attention_bias=True, mlp_bias=True, num_key_value_heads=6),
+    "llama3_rope": _llama(rope_parameters=LLAMA3_ROPE),
+    "llama_linear_rope": _llama(rope_parameters=LINEAR_ROPE),
+    "llama_head_dim": _llama(head_dim=12, hidden_act="gelu_pytorch_tanh"),
+    "mistral": _mistral(sliding_window=None),
+    "mistral_window": _mistral(sliding_window=7),
+    "llama_yarn": _llama(rope_parameters=YARN_ROPE),
+    "llama_dynamic": _llama(rope_parameters=LINEAR_ROPE | {"rope_type": "dynamic"}),
+    "qwen2": _of("Qwen2", num_key_value_heads=3),
+    "qwen2_windows": _of("Qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    "qwen3": _of("Qwen3", head_dim=12, tie_word_embeddings=True),
+    "seed_oss": _of("SeedOss", head_dim=12, attention_out_bias=False),
+    "phi3": _of("Phi3", sliding_window=20),
+    "phi3_longrope": _of("Phi3", hidden_size=96, original_max_position_embeddings=128,
+                         tie_word_embeddings=True, rope_parameters=LONG_ROPE),
+    "gemma2": _of("Gemma2", head_dim=12, sliding_window=8, query_pre_attn_scalar=20,
+                  attn_logit_softcapping=5.0, final_logit_softcapping=4.0),
+    "gemma3": _of("Gemma3Text", head_dim=12, sliding_window=6, query_pre_attn_scalar=20,
+                  layer_types=["sliding_attention", "full_attention",
+                               "sliding_attention"]),
+    "qwen3_5": _of("Qwen3_5Text", num_hidden_layers=5, head_dim=24,
+                   tie_word_embeddings=True, **HYBRID),
+    "granite": _of("Granite", attention_multiplier=0.2, residual_multiplier=0.4,
+                   embedding_multiplier=3.0, logits_scaling=0.5),
+    "olmo2": _of("Olmo2"),
+    "olmo3": _of("Olmo3", num_hidden_layers=5, sliding_window=7, rope_parameters={
         "full_attention": YARN_ROPE,
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}),
-    "exaone4": lambda: _of("Exaone4", num_hidden_layers=5, sliding_window=7, head_dim=12),
-    "exaone4_full": lambda: _of("Exaone4", sliding_window=None, rope_parameters=LLAMA3_ROPE,
-                                layer_types=["full_attention"] * 3),
-    "smollm3": lambda: _of("SmolLM3", no_rope_layer_interval=2),
-    "smollm3_windows": lambda: _of("SmolLM3", no_rope_layers=[0, 1, 0], use_sliding_window=True,
-                                   sliding_window=9, attention_bias=True,
-                                   tie_word_embeddings=False),
-    "glm": lambda: _of("Glm", head_dim=12, tie_word_embeddings=True),
-    "glm4": lambda: _of("Glm4", head_dim=16, attention_bias=False),
-    "cohere": lambda: _of("Cohere", logit_scale=0.6, attention_bias=True),
-    "cohere2": lambda: _of("Cohere2", num_hidden_layers=5, sliding_window=7, logit_scale=0.5,
+    "exaone4": _of("Exaone4", num_hidden_layers=5, sliding_window=7, head_dim=12),
+    "exaone4_full": _of("Exaone4", sliding_window=None, rope_parameters=LLAMA3_ROPE,
+                        layer_types=["full_attention"] * 3),
+    "smollm3": _of("SmolLM3", no_rope_layer_interval=2),
+    "smollm3_windows": _of("SmolLM3", no_rope_layers=[0, 1, 0], use_sliding_window=True,
+                           sliding_window=9, attention_bias=True,
                            tie_word_embeddings=False),
-    "apertus": lambda: _of("Apertus", num_key_value_heads=3),
-    "ernie4_5": lambda: _of("Ernie4_5", head_dim=12, use_bias=True),
-    "stablelm": lambda: _of("StableLm", hidden_size=96, use_qkv_bias=True),
-    "stablelm_12b": lambda: _of("StableLm", hidden_size=96, qk_layernorm=True,
-                                use_parallel_residual=True),
-    "neox": _neox,
-    "neox_sequential": lambda: _neox(rotary=1.0, use_parallel_residual=False,
-                                     hidden_act="gelu_fast"),
-    "neox_partial": lambda: _neox(hidden_act="gelu_new", attention_bias=False,
-                                  tie_word_embeddings=True),
-    "neox_linear_rope": lambda: _neox(rope_parameters=LINEAR_ROPE | {
+    "glm": _of("Glm", head_dim=12, tie_word_embeddings=True),
+    "glm4": _of("Glm4", head_dim=16, attention_bias=False),
+    "cohere": _of("Cohere", logit_scale=0.6, attention_bias=True),
+    "cohere2": _of("Cohere2", num_hidden_layers=5, sliding_window=7, logit_scale=0.5,
+                   tie_word_embeddings=False),
+    "apertus": _of("Apertus", num_key_value_heads=3),
+    "ernie4_5": _of("Ernie4_5", head_dim=12, use_bias=True),
+    "stablelm": _of("StableLm", hidden_size=96, use_qkv_bias=True),
+    "stablelm_12b": _of("StableLm", hidden_size=96, qk_layernorm=True, use_parallel_residual=True),
+    "neox": _neox(),
+    "neox_sequential": _neox(rotary=1.0, use_parallel_residual=False, hidden_act="gelu_fast"),
+    "neox_partial": _neox(hidden_act="gelu_new", attention_bias=False, tie_word_embeddings=True),
+    "neox_linear_rope": _neox(rope_parameters=LINEAR_ROPE | {
         "partial_rotary_factor": 0.5}),
 }
 
@@ -145,24 +114,24 @@ _TOWER = {"intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_atte
 def _multimodal(model_type: str, text: Any):
     from transformers import AutoConfig
 
-    text = text if isinstance(text, dict) else text.to_dict()
+    text = text if isinstance(text, dict) else text().to_dict()
     widths = dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size"), text["hidden_size"])
     return AutoConfig.for_model(model_type, text_config=text, vision_config={**_TOWER, **widths})
 
 
 def _mrope(sections: list[int], **options) -> dict[str, Any]:
-    return _sizes(**{"num_key_value_heads": 2, "pad_token_id": None, **options, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 500.0, "mrope_section": sections,
-        **options.get("rope_parameters", {})}})
+    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": sections}
+    return {**_SIZES, "num_key_value_heads": 2, "pad_token_id": None, **options,
+            "rope_parameters": rope | options.get("rope_parameters", {})}
 
 
 MULTIMODAL: dict[str, Callable[[], Any]] = {
-    "gemma3_vision": lambda: _multimodal("gemma3", TINY["gemma3"]()),
+    "gemma3_vision": lambda: _multimodal("gemma3", TINY["gemma3"]),
     "mistral3": lambda: _multimodal("mistral3", _mistral(sliding_window=None)),
     "llava": lambda: _multimodal("llava", _llama()),
-    "aya_vision": lambda: _multimodal("aya_vision", TINY["cohere2"]()),
-    "llama4_vision": lambda: _multimodal("llama4", MIXTURES["llama4"](vocab_size=120)),
-    "internvl": lambda: _multimodal("internvl", TINY["qwen2"]()),
+    "aya_vision": lambda: _multimodal("aya_vision", TINY["cohere2"]),
+    "llama4_vision": lambda: _multimodal("llama4", MIXTURES["llama4"](vocab_size=120).to_dict()),
+    "internvl": lambda: _multimodal("internvl", TINY["qwen2"]),
     "qwen2_vl": lambda: _multimodal("qwen2_vl", _mrope([2, 1, 1])),
     "qwen2_5_vl": lambda: _multimodal("qwen2_5_vl", _mrope([2, 1, 1])),
     "qwen3_vl": lambda: _multimodal("qwen3_vl", _mrope([2, 2, 2], head_dim=12)),

@@ -1,7 +1,5 @@
 """Tiny models with a tokenizer of words, for what needs text."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

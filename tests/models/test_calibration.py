@@ -1,8 +1,6 @@
 """Weights quantized by a calibration text: the means that are measured, what they improve, what is
 kept and what is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import defaultdict
@@ -104,12 +102,12 @@ def test_calibration_means_equal_transformers(tiny_model, tmp_path, text, key, o
     folder = with_words(tiny.folder, tmp_path / "model")
     with load(folder, text, weight_cache=None, **options) as llm:
         source = source_of(llm)
-        found, weights = source.measure(), source.weights
+        results, weights = source.measure(), source.weights
     expected = transformers_means(tiny.model, weights, IDS)
-    assert set(found) == set(expected) - {
+    assert set(results) == set(expected) - {
         spec.name for layer in weights.layers for short, spec in layer.items()
         if short in ("router", "shared_router")}
-    for name, mean in found.items():
+    for name, mean in results.items():
         torch.testing.assert_close(mean, expected[name].float(), rtol=1e-3, atol=1e-7, msg=name)
 
 
@@ -120,7 +118,7 @@ def test_unused_experts_get_the_layer_mean(tiny_model, tmp_path):
     text = text_file(tmp_path / "text.txt", [7] * 200)
     with load(folder, text, weight_cache=None) as llm:
         source = source_of(llm)
-        found, weights = source.measure(), source.weights
+        results, weights = source.measure(), source.weights
     expected = transformers_means(tiny.model, weights, [7] * 200)
     for layer in weights.experts:
         names = [specs["down"].name for specs in layer]
@@ -128,7 +126,7 @@ def test_unused_experts_get_the_layer_mean(tiny_model, tmp_path):
         assert 0 < len(had) < len(names)
         mean = sum(expected[name] for name in had) / len(had)  # of as many tokens each
         for name in names:
-            torch.testing.assert_close(found[name], expected.get(name, mean).float(), rtol=1e-3,
+            torch.testing.assert_close(results[name], expected.get(name, mean).float(), rtol=1e-3,
                                        atol=1e-7)
 
 
@@ -171,8 +169,8 @@ def test_calibration_reduces_the_error_of_outliers(tiny_model, tmp_path, text, c
     for calibrated in (None, text):
         before = names(cache) if cache.exists() else set()
         load(folder, calibrated, weight_bits=bits).close()
-        (made,) = names(cache) - before
-        with open_checkpoint(cache / made) as checkpoint, torch.no_grad():
+        (added,) = names(cache) - before
+        with open_checkpoint(cache / added) as checkpoint, torch.no_grad():
             errors.append([output_error(checkpoint, name, options.layout(
                 tuple(given[0].shape), f"{name}.weight"), *given)
                 for name, given in inputs.items()])
@@ -202,7 +200,7 @@ def test_calibrated_weights_are_cached_per_text(words_model, tmp_path, text, cac
 
     other = text_file(tmp_path / "other.txt", IDS[::-1])
     plain, first, second = scores(None), scores(text), scores(other)
-    assert len({str(each) for each in (plain, first, second)}) == 3
+    assert len({str(score) for score in (plain, first, second)}) == 3
     assert len(names(cache)) == 3 and len(measured) == 2
     assert scores(text) == first and scores(None) == plain and len(measured) == 2
     assert scores(text, weight_cache=None) == first and len(measured) == 3
@@ -290,11 +288,11 @@ def test_bos_begins_each_calibration_sequence(tiny_model, tmp_path):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, bos_token="w1")
     source = find_model(folder, path=None, dtype="float32", bits=4, device=Device(),
                         progress=False)
-    found = []
+    results = []
     for front in ("", "w1 "):
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single=f"{front}$A", special_tokens=[("w1", 1)])
         tokenizer.save_pretrained(folder)
         inputs = InputProcessor(source, folder, None)
-        found.append(inputs.windows("w5 " * 30, "text", count=2, length=12))
-    assert found == [[[5] * 12] * 2, [[1] + [5] * 11] * 2]
+        results.append(inputs.windows("w5 " * 30, "text", count=2, length=12))
+    assert results == [[[5] * 12] * 2, [[1] + [5] * 11] * 2]

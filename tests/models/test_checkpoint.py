@@ -1,7 +1,5 @@
 """Checkpoints: what is read is what was written, and what is wrong is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import threading
@@ -28,11 +26,12 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 def tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    made = {
+    floats = {
         f"w_{str(dtype).removeprefix('torch.')}": torch.randn(7, 5, generator=generator).to(dtype)
         for dtype in FLOATS
     }
-    return {**made, "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "ids": torch.arange(3)}
+    return floats | {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4),
+                     "ids": torch.arange(3)}
 
 
 def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -181,23 +180,23 @@ def test_damaged_index(tmp_path, text):
 
 
 def test_written_file_is_read_by_safetensors_and_aligned(tmp_path):
-    made = {name: tensor for name, tensor in tensors().items() if name != "ids"}
-    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()}
+    written = {name: tensor for name, tensor in tensors().items() if name != "ids"}
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()}
     calls = []
     write_safetensors(
         tmp_path / "model.safetensors",
         layout,
-        lambda name: made[name].reshape(-1).split(4),
+        lambda name: written[name].reshape(-1).split(4),
         progress=lambda done, total: calls.append((done, total)),
     )
     loaded = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in made.items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in written.items())
     with SafetensorsCheckpoint(tmp_path) as checkpoint:
-        assert set(checkpoint.names()) == set(made)
-        assert min(checkpoint.info(name).extent.offset for name in made) % 64 == 0
-    assert calls[-1][0] == calls[-1][1] == sum(t.nbytes for t in made.values())
+        assert set(checkpoint.names()) == set(written)
+        assert min(checkpoint.info(name).extent.offset for name in written) % 64 == 0
+    assert calls[-1][0] == calls[-1][1] == sum(t.nbytes for t in written.values())
     with pytest.raises(ValueError, match="off"):
-        write_safetensors(tmp_path / "short", layout, lambda name: made[name].reshape(-1)[:3])
+        write_safetensors(tmp_path / "short", layout, lambda name: written[name].reshape(-1)[:3])
 
 
 def test_bin(tmp_path):
@@ -319,7 +318,7 @@ def test_resolve():
     def aliases(name):
         return name, f"model.{name}"
 
-    found = resolve(checkpoint, wanted(w=(2, 3), v=(4,)), aliases)
-    assert found == {"w": "model.w", "v": "v"}
+    actual = resolve(checkpoint, wanted(w=(2, 3), v=(4,)), aliases)
+    assert actual == {"w": "model.w", "v": "v"}
     refused(lambda: resolve(checkpoint, wanted(u=(1,)), aliases), "tensor u", "model.u")
     refused(lambda: resolve(checkpoint, wanted(w=(3, 2)), aliases), "model.w", "[2, 3]", "[3, 2]")

@@ -1,7 +1,5 @@
 """Quantized checkpoints in the formats that models are shipped in, against independent packings."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import packings
+from helpers import generation, packings
 from helpers.generation import make_prompts, transformers_tokens
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +16,7 @@ from models.test_checkpoint import read
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flexgen_h2o import LLM, Placement, Policy
+from flexgen_h2o import Placement
 from flexgen_h2o.config.limits import GROUP_SIZE
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import ops
@@ -33,6 +31,7 @@ from flexgen_h2o.models.registry import from_transformers, read_config
 from flexgen_h2o.models.tensors import TensorSpec
 
 NEW = 4
+tokens = partial(generation.tokens, new=NEW)
 
 
 def ct(form: str, **weights) -> dict:
@@ -111,14 +110,14 @@ def make(key: str, folder: Path) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def checkpoint_of(tmp_path_factory):
     """A function from a key of `FORMATS` to its checkpoint, each made once."""
-    found: dict[str, SimpleNamespace] = {}
+    checkpoints: dict[str, SimpleNamespace] = {}
 
     def get(key: str) -> SimpleNamespace:
-        if key not in found:
-            found[key] = make(key, tmp_path_factory.mktemp("formats") / key)
-        return found[key]
+        if key not in checkpoints:
+            checkpoints[key] = make(key, tmp_path_factory.mktemp("formats") / key)
+        return checkpoints[key]
 
     return get
 
@@ -127,17 +126,10 @@ FEW = [key if key in ("awq", "gptq_act_order", "fp8", "ct_group", "ct_int8")
        else pytest.param(key, marks=pytest.mark.full) for key in FORMATS]
 
 
-def tokens(folder: Path, prompts, *, bits: int = 16, weights: Placement, offload_dir) -> list:
-    with LLM(str(folder), policy=Policy(weights=weights), weight_bits=bits, dtype="float32",
-             offload_dir=str(offload_dir), progress=False) as llm:
-        return [out.token_ids for out in llm.generate(prompts, max_new_tokens=NEW,
-                                                      eos_token_id=-1)]
-
-
 @pytest.mark.parametrize("key", FEW)
-def test_tokens_are_those_of_the_dequantized_model(made, key, tmp_path, monkeypatch):
+def test_tokens_are_those_of_the_dequantized_model(checkpoint_of, key, tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
-    tiny = made(key)
+    tiny = checkpoint_of(key)
     prompts = make_prompts(120, [5, 9])
     expected = transformers_tokens(tiny, prompts, new=NEW)
     assert tokens(tiny.folder, prompts, weights=Placement(30, 30, 40),
@@ -148,9 +140,9 @@ def test_tokens_are_those_of_the_dequantized_model(made, key, tmp_path, monkeypa
 
 @pytest.mark.parametrize("key", FORMATS)
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
-def test_dequantized_values_are_exact(made, key, chunk, monkeypatch):
+def test_dequantized_values_are_exact(checkpoint_of, key, chunk, monkeypatch):
     monkeypatch.setattr(checkpoints, "_SCRATCH_ELEMENTS", chunk)
-    tiny = made(key)
+    tiny = checkpoint_of(key)
     state = tiny.model.state_dict()
     with open_checkpoint(tiny.folder) as checkpoint:
         assert set(checkpoint.names()) == set(state)
@@ -164,11 +156,11 @@ def test_dequantized_values_are_exact(made, key, chunk, monkeypatch):
 
 @pytest.mark.parametrize("key", FORMATS)
 @pytest.mark.parametrize("bits", [4, 8, 12])
-def test_codes_are_kept(made, key, bits, monkeypatch, tmp_path):
+def test_codes_are_kept(checkpoint_of, key, bits, monkeypatch, tmp_path):
     """What our layout can hold of a format is not rounded a second time."""
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(base, "_CHUNK_ELEMENTS", 40 * 64)  # tiles in several goes
-    tiny, quantized = made(key), []
+    tiny, quantized = checkpoint_of(key), []
     whole = ops.quantize_matrix
     monkeypatch.setattr(ops, "quantize_matrix",
                         lambda weight, *a, **k: quantized.append(1) or whole(weight, *a, **k))
@@ -195,7 +187,7 @@ def test_codes_are_kept(made, key, bits, monkeypatch, tmp_path):
     twin = SimpleNamespace(model=type(tiny.model)(tiny.model.config).eval())
     twin.model.load_state_dict(kept)
     prompts = make_prompts(120, [6, 9])
-    assert tokens(tiny.folder, prompts, bits=bits, weights=Placement(0, 50, 50),
+    assert tokens(tiny.folder, prompts, weight_bits=bits, weights=Placement(0, 50, 50),
                   offload_dir=tmp_path) == transformers_tokens(twin, prompts, new=NEW)
 
 
@@ -250,9 +242,9 @@ def test_mxfp4_experts_one_by_one_and_kept(tmp_path):
                 for layout in layouts:
                     out = torch.empty(layout.nbytes, dtype=torch.uint8)
                     assert checkpoint.read_quantized(f"{e}.{part}", layout, out)
-                    found = reference_matrix.unpack_rows(out, layout, torch.arange(rows // 2),
+                    actual = reference_matrix.unpack_rows(out, layout, torch.arange(rows // 2),
                                                          torch.float32)
-                    assert torch.equal(found, expected)
+                    assert torch.equal(actual, expected)
         assert not checkpoint.read_quantized("0.gate",
                                              MatrixLayout(rows // 2, columns, bits=4, group=32),
                                              out)
@@ -339,16 +331,16 @@ def weight(rows: int, columns: int) -> Tensor:
 @given(rows=ROWS, groups=st.integers(1, 3), group=st.integers(1, 33), bits=st.sampled_from([4, 8]),
        symmetric=st.booleans())
 def test_compressed_of_any_shape(tmp_path_factory, rows, groups, group, bits, symmetric):
-    made = packings.compressed(weight(rows, groups * group), bits=bits, group=group,
+    packed = packings.compressed(weight(rows, groups * group), bits=bits, group=group,
                                symmetric=symmetric)
-    roundtrip(tmp_path_factory.mktemp("ct"), *made, ct(
+    roundtrip(tmp_path_factory.mktemp("ct"), *packed, ct(
         "pack-quantized", type="int", num_bits=bits, strategy="group", group_size=group))
 
 
 @given(rows=ROWS, columns=st.integers(1, 60), high=st.integers(1, 50), wide=st.integers(1, 70))
 def test_fp8_of_any_shape(tmp_path_factory, rows, columns, high, wide):
-    made = packings.fp8(weight(rows, columns), block=(high, wide))
-    roundtrip(tmp_path_factory.mktemp("fp8"), *made,
+    packed = packings.fp8(weight(rows, columns), block=(high, wide))
+    roundtrip(tmp_path_factory.mktemp("fp8"), *packed,
               {"quant_method": "fp8", "weight_block_size": [high, wide]})
 
 
@@ -359,11 +351,11 @@ def test_awq_and_gptq_of_any_shape(tmp_path_factory, eighths, words, group, form
     settings = {"quant_method": form.split("_")[0], "bits": 4, "group_size": group}
     size = columns if group == -1 else group
     if form == "awq":
-        made = packings.awq(weight(rows, columns), group=size)
+        packed = packings.awq(weight(rows, columns), group=size)
     else:
         settings["checkpoint_format"] = form
-        made = packings.gptq(weight(rows, columns), group=size, below=form == "gptq")
-    roundtrip(tmp_path_factory.mktemp(form), *made, settings)
+        packed = packings.gptq(weight(rows, columns), group=size, below=form == "gptq")
+    roundtrip(tmp_path_factory.mktemp(form), *packed, settings)
 
 
 @given(experts=st.integers(1, 3), rows=st.integers(1, 9), blocks=st.integers(1, 3))

@@ -1,7 +1,5 @@
 """Stacked and fused tensors: every view is what indexing gives, from any kind of checkpoint."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.error_cases import refused
@@ -20,29 +18,29 @@ HIDDEN, FFN, EXPERTS = 6, 5, 3
 
 def tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """Stacks as Qwen3-MoE (halves) and gpt-oss (transposed, rows in turn) ship them."""
-    made = {"halves": (EXPERTS, 2 * FFN, HIDDEN), "turned": (EXPERTS, HIDDEN, 2 * FFN),
+    shapes = {"halves": (EXPERTS, 2 * FFN, HIDDEN), "turned": (EXPERTS, HIDDEN, 2 * FFN),
             "turns_bias": (EXPERTS, 2 * FFN), "qkv": (4 + 2 + 2, HIDDEN),
             "heads": (5 * (2 + 3), HIDDEN), "plain": (7,)}
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator).to(dtype)
-            for name, shape in made.items()}
+            for name, shape in shapes.items()}
 
 
 def views() -> dict[str, tuple[View, ...]]:
-    found = {"q": View("qkv", rows=range(4)), "k": View("qkv", rows=range(4, 6)),
+    table = {"q": View("qkv", rows=range(4)), "k": View("qkv", rows=range(4, 6)),
              "v": View("qkv", rows=range(6, 8)),
              "of_heads": View("qkv", row_ranges=(range(1, 3), range(5, 8, 2), range(4, 5))),
              "of_bias": View("turns_bias", 1, row_ranges=(range(2), range(4, 6))),
              "of_keys": View("heads", rows=range(2), blocks=5, transposed=True),
              "of_values": View("heads", rows=range(2, 5), blocks=5)}
     for e in range(EXPERTS):
-        found[f"{e}.gate"] = View("halves", e, rows=range(FFN))
-        found[f"{e}.up"] = View("halves", e, rows=range(FFN, 2 * FFN))
+        table[f"{e}.gate"] = View("halves", e, rows=range(FFN))
+        table[f"{e}.up"] = View("halves", e, rows=range(FFN, 2 * FFN))
         for offset, part in enumerate(("gate", "up")):
             rows = range(offset, 2 * FFN, 2)
-            found[f"{e}.{part}_in_turn"] = View("turned", e, transposed=True, rows=rows)
-            found[f"{e}.{part}_bias"] = View("turns_bias", e, rows=rows)
-    return {name: (view,) for name, view in found.items()}
+            table[f"{e}.{part}_in_turn"] = View("turned", e, transposed=True, rows=rows)
+            table[f"{e}.{part}_bias"] = View("turns_bias", e, rows=rows)
+    return {name: (view,) for name, view in table.items()}
 
 
 def expected(all_tensors: dict[str, torch.Tensor], view: View) -> torch.Tensor:
@@ -57,11 +55,11 @@ def expected(all_tensors: dict[str, torch.Tensor], view: View) -> torch.Tensor:
     return entry if view.rows is None else entry[list(view.rows)]
 
 
-def save(folder, kind: str, made: dict[str, torch.Tensor]) -> None:
+def save(folder, kind: str, stored: dict[str, torch.Tensor]) -> None:
     if kind == "safetensors":
-        save_file(made, folder / "model.safetensors")
+        save_file(stored, folder / "model.safetensors")
     else:
-        torch.save(made, folder / "pytorch_model.bin")
+        torch.save(stored, folder / "pytorch_model.bin")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
@@ -69,20 +67,20 @@ def save(folder, kind: str, made: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_views_are_what_indexing_gives(tmp_path, monkeypatch, kind, scratch, out_dtype):
     monkeypatch.setattr(checkpoints, "_SCRATCH_ELEMENTS", scratch)
-    made = tensors()
-    save(tmp_path, kind, made)
+    stored = tensors()
+    save(tmp_path, kind, stored)
     with unstacked(open_checkpoint(tmp_path), views()) as checkpoint:
         assert set(checkpoint.names()) == {"plain", *views()}
         for name, (view,) in views().items():
-            assert checkpoint.info(name).shape == expected(made, view).shape
+            assert checkpoint.info(name).shape == expected(stored, view).shape
             assert torch.equal(read(checkpoint, name, out_dtype),
-                               expected(made, view).to(out_dtype)), name
-        assert torch.equal(read(checkpoint, "plain"), made["plain"])
+                               expected(stored, view).to(out_dtype)), name
+        assert torch.equal(read(checkpoint, "plain"), stored["plain"])
 
 
 def test_consecutive_rows_have_an_extent(tmp_path):
-    made = tensors()
-    save(tmp_path, "safetensors", made)
+    stored = tensors()
+    save(tmp_path, "safetensors", stored)
     with StackedCheckpoint(open_checkpoint(tmp_path), views()) as checkpoint:
         for name, (view,) in views().items():
             extent = checkpoint.info(name).extent
@@ -90,18 +88,18 @@ def test_consecutive_rows_have_an_extent(tmp_path):
                                         or view.rows.step > 1), name
             if extent is not None:
                 raw = extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes]
-                part = expected(made, view).contiguous().view(torch.uint8)
+                part = expected(stored, view).contiguous().view(torch.uint8)
                 assert raw == part.numpy().tobytes()
 
 
 def test_views_with_alternative_tensors(tmp_path):
-    made = tensors()
-    save(tmp_path, "safetensors", made)
+    stored = tensors()
+    save(tmp_path, "safetensors", stored)
     places = {"a": (View("elsewhere"), View("qkv", rows=range(1))), "b": (View("elsewhere"),),
               "plain": (View("qkv"),)}
     with StackedCheckpoint(open_checkpoint(tmp_path), places) as checkpoint:
-        assert torch.equal(read(checkpoint, "a"), made["qkv"][:1])
-        assert torch.equal(read(checkpoint, "plain"), made["plain"])
+        assert torch.equal(read(checkpoint, "a"), stored["qkv"][:1])
+        assert torch.equal(read(checkpoint, "plain"), stored["plain"])
         assert "b" not in checkpoint.names() and "qkv" not in checkpoint.names()
     with open_checkpoint(tmp_path) as checkpoint:
         assert unstacked(checkpoint, {"b": (View("elsewhere"),)}) is checkpoint
@@ -121,10 +119,10 @@ def test_invalid_views_are_errors(tmp_path, view):
 
 def test_a_converted_copy_holds_single_matrices(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
-    made = tensors()
+    stored = tensors()
     folder = tmp_path / "model"
     folder.mkdir()
-    save(folder, "safetensors", made)
+    save(folder, "safetensors", stored)
     (folder / "config.json").write_text("{}")
     copy = converted_folder(folder, "float32", views=views())
     with unstacked(open_checkpoint(copy), views()) as checkpoint:
@@ -132,7 +130,7 @@ def test_a_converted_copy_holds_single_matrices(tmp_path, monkeypatch):
         for name, (view,) in views().items():
             info = checkpoint.info(name)
             assert info.extent is not None and info.dtype == torch.float32
-            assert torch.equal(read(checkpoint, name), expected(made, view).float())
+            assert torch.equal(read(checkpoint, name), expected(stored, view).float())
 
 
 @given(data=st.data(), shape=st.tuples(*[st.integers(1, 9)] * 3), turned=st.booleans())

@@ -1,7 +1,5 @@
 """Every family end to end: tokens of transformers everywhere, H2O as its mask."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -9,13 +7,14 @@ import shutil
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import selection
+from helpers import generation, selection
 from helpers.error_cases import refused
-from helpers.generation import transformers_tokens
+from helpers.generation import make_prompts, token_ids, transformers_tokens
 from helpers.selection import full
 from helpers.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, MULTIMODAL, TINY, YARN_ROPE
 
@@ -36,6 +35,7 @@ FEW = [key if key in ("mistral_window", "phi3_longrope", "gemma2", "stablelm_12b
 """Windows, positions that scale, soft caps, parallel residuals, layers without rotation, rotation
 in pairs and learned activations; the others with --all."""
 NEW = 6
+tokens = partial(generation.tokens, new=NEW)
 H2O = {"heavy_tokens": 3, "recent_tokens": 4}
 
 
@@ -44,18 +44,11 @@ def prompts_of(lengths=(9, 3, 21), seed=0):
     return [torch.randint(110, (length,), generator=generator).tolist() for length in lengths]
 
 
-def tokens_of(folder, *, h2o=None, dtype="float32", offload_dir=None, **policy):
-    with LLM(str(folder), policy=Policy(**policy), dtype=dtype, h2o=h2o,
-             offload_dir=offload_dir) as llm:
-        outputs = llm.generate(prompts_of(), max_new_tokens=NEW, eos_token_id=-1)
-    return [out.token_ids for out in outputs]
-
-
 def log_probs(model, prompt, new) -> torch.Tensor:
     """Return transformers' log probabilities of new tokens."""
     with torch.no_grad():
-        found = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    return found.gather(-1, torch.tensor(new)[:, None])[:, 0]
+        actual = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return actual.gather(-1, torch.tensor(new)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("key", TINY)
@@ -73,9 +66,9 @@ def test_tokens_and_log_probs_are_those_of_transformers(tiny_model, tmp_path, ke
         with LLM(str(tiny.folder), policy=policy, dtype="float32", offload_dir=tmp_path) as llm:
             outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
             scores = llm.loglikelihood(list(zip(prompts, wanted, strict=True)))
-        assert [out.token_ids for out in outputs] == wanted
-        for prompt, new, found in zip(prompts, wanted, scores, strict=True):
-            torch.testing.assert_close(torch.tensor(found), log_probs(tiny.model, prompt, new),
+        assert token_ids(outputs) == wanted
+        for prompt, new, results in zip(prompts, wanted, scores, strict=True):
+            torch.testing.assert_close(torch.tensor(results), log_probs(tiny.model, prompt, new),
                                        rtol=0, atol=1e-4)
 
 
@@ -84,16 +77,22 @@ def test_tokens_and_log_probs_are_those_of_transformers(tiny_model, tmp_path, ke
 def test_blocks_and_chunks_of_rows_change_nothing(tiny_model, key, monkeypatch):
     monkeypatch.setattr(decoder, "ROW_BLOCK", 7)
     monkeypatch.setattr(torch_ops, "CHUNK_BYTES", 1000)
-    tiny = tiny_model(key)
-    assert tokens_of(tiny.folder, gpu_batch_size=4) == transformers_tokens(tiny, prompts_of(), NEW)
+    tiny, prompts = tiny_model(key), prompts_of()
+    assert tokens(tiny, prompts, gpu_batch_size=4) == transformers_tokens(tiny, prompts, NEW)
+
+
+MIXTURES = ["mixtral", "qwen2_moe_dense", "gpt_oss", "glm4_moe", "minimax_m2", "phimoe",
+            "ernie4_5_moe", "llama4", "flex_olmo", "afmoe", "deepseek_v2",
+            *full("granitemoe", "granitemoeshared", "dots1", "solar_open")]
 
 
 @pytest.mark.parametrize("recall", [False, True])
-@pytest.mark.parametrize("key", FEW)
+@pytest.mark.parametrize("key", [*FEW, *MIXTURES])
 def test_h2o_is_its_masked_simulation(tiny_model, tmp_path, key, recall):
     folder, h2o = tiny_model(key).folder, H2OConfig(**H2O, recall=recall)
-    wanted = tokens_of(folder, h2o=replace(h2o, simulate=True), gpu_batch_size=4)
-    assert tokens_of(folder, h2o=h2o, gpu_batch_size=2, num_gpu_batches=2,
+    prompts = make_prompts(97, [30, 17, 24])
+    wanted = tokens(folder, prompts, h2o=replace(h2o, simulate=True), gpu_batch_size=4)
+    assert tokens(folder, prompts, h2o=h2o, gpu_batch_size=2, num_gpu_batches=2,
                      weights=Placement(0, 0, 100), cache=Placement(30, 30, 40),
                      offload_dir=str(tmp_path)) == wanted
 
@@ -132,8 +131,8 @@ def test_tables_of_rope_scalings_are_those_of_transformers(key, rope):
                   rope_parameters=dict(rope))
     positions = torch.arange(0, 128)
     wanted = rotary(config)(torch.zeros(1), positions[None])
-    found = rope_tables(from_transformers(config, "x").rope, positions, torch.float32)
-    for ours, theirs in zip(found, wanted, strict=True):
+    actual = rope_tables(from_transformers(config, "x").rope, positions, torch.float32)
+    for ours, theirs in zip(actual, wanted, strict=True):
         torch.testing.assert_close(ours, theirs[0, :, : ours.shape[1]], atol=2e-6, rtol=0)
 
 
@@ -152,8 +151,7 @@ def test_dynamic_rope_past_the_original_context(tiny_model, tmp_path, key, lengt
     for policy in (Policy(gpu_batch_size=3), Policy(num_gpu_batches=2, prefill_chunk=50,
                                                     cache=Placement(0, 0, 100))):
         with LLM(str(tiny.folder), policy=policy, dtype="float32", offload_dir=tmp_path) as llm:
-            outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
-            assert [out.token_ids for out in outputs] == wanted
+            assert token_ids(llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)) == wanted
             again = llm.generate([prompts[-1], prompts[-1]], [
                 SamplingParams(max_new_tokens=new, eos_token_id=-1, do_sample=False)
                 for new in (2, NEW)])
@@ -169,8 +167,8 @@ def test_pairs_are_scored_by_their_own_lengths(tiny_model):
     pairs = [tuple(prompts_of(lengths, seed)) for seed, lengths in enumerate(sizes)]
     with LLM(str(tiny_model("phi3_longrope").folder), h2o=H2OConfig(**H2O), dtype="float32") as llm:
         together = llm.loglikelihood(pairs)
-        for pair, found in zip(pairs, together, strict=True):
-            assert found == pytest.approx(llm.loglikelihood([pair])[0], abs=1e-4)
+        for pair, results in zip(pairs, together, strict=True):
+            assert results == pytest.approx(llm.loglikelihood([pair])[0], abs=1e-4)
 
 
 def test_context_length_of_rope_scaling():
@@ -213,7 +211,7 @@ def test_text_model_of_a_multimodal_checkpoint(tiny_model, key, caplog):
     if key == "llama4_vision":  # of transformers' whole model, a text without an image fails
         model = model.language_model
     wanted = transformers_tokens(types.SimpleNamespace(model=model), prompts_of(), NEW)
-    assert tokens_of(tiny.folder, gpu_batch_size=4) == wanted
+    assert tokens(tiny.folder, prompts_of(), gpu_batch_size=4) == wanted
     assert "vision tower" in caplog.text
 
 
@@ -236,7 +234,7 @@ def test_a_mistral_with_windows_in_some_layers(tiny_model, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"layer_types": layers}))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     wanted = transformers_tokens(types.SimpleNamespace(model=model), prompts_of(), NEW)
-    assert tokens_of(folder, gpu_batch_size=4) == wanted
+    assert tokens(folder, prompts_of(), gpu_batch_size=4) == wanted
 
 
 @pytest.mark.parametrize("key", ["opt", "neox"])
@@ -267,7 +265,7 @@ def test_documented_family_example(monkeypatch, tmp_path):
     model = Starcoder2ForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
     wanted = transformers_tokens(types.SimpleNamespace(model=model), prompts_of(), NEW)
-    assert tokens_of(tmp_path, gpu_batch_size=4) == wanted
+    assert tokens(tmp_path, prompts_of(), gpu_batch_size=4) == wanted
     assert from_transformers(config, "x").num_parameters() == model.num_parameters()
 
 

@@ -1,7 +1,5 @@
 """What lies in a model's folder: GGUF files of any name, git-LFS pointers, adapters."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

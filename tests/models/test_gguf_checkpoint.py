@@ -1,7 +1,5 @@
 """GGUF files that run as they are: by the codes in the file, on every tier, whole or split."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from helpers.error_cases import refused
+from helpers.generation import token_ids
 from helpers.gguf_cases import make
 from helpers.internals import before_conversions
 from helpers.selection import full, full_cases
@@ -62,9 +61,9 @@ def run(source: Path, tmp_path: Path, bits=AUTO, policy: Policy | None = None, *
     """Tokens, log-likelihoods, and the weights' options and bytes of a run in float32."""
     with LLM(str(source), dtype="float32", weight_bits=bits, policy=policy or Policy(),
              offload_dir=str(tmp_path / "offload"), progress=False, **options) as llm:
-        tokens = [out.token_ids for out in llm.generate(PROMPTS, max_new_tokens=4,
-                                                        eos_token_id=-1)]
-        scores = torch.cat([torch.tensor(each) for each in llm.loglikelihood(PAIRS)])
+        tokens = token_ids(llm.generate(PROMPTS, max_new_tokens=4,
+                                                        eos_token_id=-1))
+        scores = torch.cat([torch.tensor(values) for values in llm.loglikelihood(PAIRS)])
         return tokens, scores, llm.weight_options, llm.stats
 
 
@@ -96,9 +95,9 @@ def test_gguf_results_equal_the_dequantized_model(fixture, request, tmp_path, ca
              {"weight_cache": None}),
             (Policy(weights=Placement(0, 0, 100), sep_layer=True, overlap=False),
              {"verify": True})):
-        found = run(source, tmp_path, policy=policy, **more)
-        assert found[0] == tokens
-        torch.testing.assert_close(found[1], scores, rtol=0, atol=1e-4)
+        results = run(source, tmp_path, policy=policy, **more)
+        assert results[0] == tokens
+        torch.testing.assert_close(results[1], scores, rtol=0, atol=1e-4)
 
 
 LATENT_SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256,
@@ -149,8 +148,8 @@ def test_planned_weight_bytes_equal_loaded_bytes(mixed, experts, tmp_path):
             llm.generate(PROMPTS, max_new_tokens=1)
             model, options, loaded = llm.model_config, llm.weight_options, llm.stats.weight_bytes
         here = header_options(read_header(source), model, AUTO)
-        for each in (options, here):
-            planned = sum(each.matrix_bytes(spec.shape, 4)
+        for layout_options in (options, here):
+            planned = sum(layout_options.matrix_bytes(spec.shape, 4)
                           for spec in model.weights.by_name().values()
                           if len(spec.shape) == 2 and spec.shape not in model.never_quantized)
             vectors = sum(4 * int(np.prod(spec.shape))
@@ -171,17 +170,17 @@ def test_gate_and_up_of_an_expert_share_a_layout(experts, tmp_path):
     layout = options.layouts[name]
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
     assert checkpoint.read_quantized(name, layout, out)
-    found = reference_matrix.unpack_rows(out, layout, torch.arange(256), torch.float32)
-    assert torch.equal(found, values(checkpoint, name))
+    actual = reference_matrix.unpack_rows(out, layout, torch.arange(256), torch.float32)
+    assert torch.equal(actual, values(checkpoint, name))
 
 
 @pytest.mark.parametrize("experts_on", [Placement(50, 0, 50), *full(Placement(0, 0, 100))])
 def test_experts_on_disk(experts, tmp_path, experts_on):
     expected, scores, *_ = run(experts, tmp_path)
     policy = Policy(experts=experts_on, expert_slots=4)
-    found = run(experts, tmp_path, policy=policy)
-    assert found[0] == expected
-    torch.testing.assert_close(found[1], scores, rtol=0, atol=1e-4)
+    results = run(experts, tmp_path, policy=policy)
+    assert results[0] == expected
+    torch.testing.assert_close(results[1], scores, rtol=0, atol=1e-4)
 
 
 def test_activation_bits_with_gguf_weights(mixed, tmp_path):
@@ -203,8 +202,8 @@ def test_explicit_bits_keep_codes_of_the_same_width(mixed, tmp_path):
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
     form = WeightFormat(torch.float32, WeightOptions(4, group=32))
     QuantizingCheckpoint(checkpoint, {name: name}, form).read(name, out)
-    found = reference_matrix.unpack_rows(out, layout, torch.arange(256), torch.float32)
-    assert torch.equal(found, values(checkpoint, name))
+    actual = reference_matrix.unpack_rows(out, layout, torch.arange(256), torch.float32)
+    assert torch.equal(actual, values(checkpoint, name))
 
 
 def test_query_and_key_rows_are_unpermuted(mixed):
@@ -231,7 +230,7 @@ def test_any_part_of_a_tensor_can_be_read(mixed):
 def test_scales_beyond_float16_are_requantized(tmp_path):
     """Values are finite: a scale of 60000 by a small integer, which float16 cannot hold."""
     source = make("llama", tmp_path, SIZES, random=MIXED | {"blk.1.ffn_up": "Q8_0"})[1]
-    tensor = next(each for each in GGUFReader(source).tensors if each.name == "blk.0.attn_q.weight")
+    tensor = next(x for x in GGUFReader(source).tensors if x.name == "blk.0.attn_q.weight")
     with open(source, "r+b") as file:
         file.seek(int(tensor.data_offset))
         file.write(np.array([60000], np.float16).tobytes())

@@ -3,8 +3,6 @@
 Damaged files without intent are in test_checkpoint.py, test_sources.py and cli/test_bad_input.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -265,19 +263,19 @@ def test_invalid_json_files(model, harmless, capfd, name, raw):
 
 
 @pytest.mark.parametrize("change", [
-    lambda found: found["model"].update(vocab={"w0": -1}),
-    lambda found: found.update(model={"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}),
-    lambda found: found.update(model={"type": "Unigram", "vocab": [], "unk_id": 10**9}),
-    lambda found: found.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(" * 10**4},
+    lambda file: file["model"].update(vocab={"w0": -1}),
+    lambda file: file.update(model={"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}),
+    lambda file: file.update(model={"type": "Unigram", "vocab": [], "unk_id": 10**9}),
+    lambda file: file.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(" * 10**4},
                                               "behavior": "Isolated", "invert": False}),
-    lambda found: found.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-    lambda found: found.update(added_tokens=[{"id": 10**12, "content": "x"}]),
-    lambda found: found.update(decoder={"type": "Sequence", "decoders": [{}] * 10**5}),
+    lambda file: file.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+    lambda file: file.update(added_tokens=[{"id": 10**12, "content": "x"}]),
+    lambda file: file.update(decoder={"type": "Sequence", "decoders": [{}] * 10**5}),
 ], ids=range(7))
 def test_tokenizers(model, harmless, change):
-    found = json.loads((model / "tokenizer.json").read_text())
-    change(found)
-    (model / "tokenizer.json").write_text(json.dumps(found))
+    file = json.loads((model / "tokenizer.json").read_text())
+    change(file)
+    (model / "tokenizer.json").write_text(json.dumps(file))
     refused(lambda: load_tokenizer(model), "the tokenizer in", "get its files again")
 
 

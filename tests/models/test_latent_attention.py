@@ -1,15 +1,10 @@
 """Multi-head latent attention: the engine against transformers and against its simulation."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers.error_cases import refused
 from helpers.generation import NEW, PLACES, prompts_of, tokens, transformers_tokens
 from helpers.mixture_cases import LATENT
-from helpers.selection import full, full_cases
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.cache_layout import CacheOptions, GroupLayout
@@ -30,36 +25,6 @@ def test_tokens_are_those_of_transformers(tiny_model, key):
     assert tokens(tiny, prompts, None, cache=PLACES[3], prefill_chunk=4) == wanted
     disk = Placement(0, 0, 100)
     assert tokens(tiny, prompts, None, weights=disk, gpu_batch_size=1, num_gpu_batches=5) == wanted
-
-
-@pytest.mark.parametrize("key, options", [
-    ("deepseek_v2", {}), ("deepseek_v3", {"positions": "rolling"}),
-    ("deepseek_v3", {"score": "caote"}),
-    *full_cases(("deepseek_v2", {"score": "mean"}), ("glm4_moe_lite", {"sink_tokens": 2})),
-])
-def test_h2o_equals_its_simulation(tiny_model, key, options):
-    tiny = tiny_model(key)
-    prompts, h2o = prompts_of(tiny), replace(H2O, **options)
-    wanted = tokens(tiny, prompts, replace(h2o, simulate=True))
-    assert wanted != transformers_tokens(tiny, prompts, NEW), "nothing was evicted"
-    assert tokens(tiny, prompts, h2o, cache=PLACES[3]) == wanted
-    assert tokens(tiny, prompts, h2o, gpu_batch_size=1, prefill_chunk=6) == wanted
-
-
-@pytest.mark.parametrize("key", ["deepseek_v3", *full("deepseek_v2")])
-def test_recall_equals_its_simulation(tiny_model, key):
-    tiny = tiny_model(key)
-    prompts, h2o = prompts_of(tiny), H2OConfig(heavy_ratio=0.1, recall=True)
-    wanted = tokens(tiny, prompts, replace(h2o, simulate=True))
-    assert wanted != transformers_tokens(tiny, prompts, NEW), "all was selected"
-    assert tokens(tiny, prompts, h2o, cache=PLACES[3], prefill_chunk=6) == wanted
-
-
-def test_eviction_inside_prompts_equals_its_simulation(tiny_model):
-    tiny = tiny_model("deepseek_v3")
-    prompts, h2o = prompts_of(tiny), replace(H2O, prompt_chunk=7)
-    wanted = tokens(tiny, prompts, replace(h2o, simulate=True))
-    assert tokens(tiny, prompts, h2o, cache=PLACES[3]) == wanted
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

@@ -1,7 +1,5 @@
 """The families' tensors, scratch memory and operations."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 
@@ -39,16 +37,7 @@ def test_tensors_and_parameter_counts_equal_the_saved_model(tiny_model, key):
     assert wanted == present
     assert set(specs.tables) <= set(specs.embed)
     assert (specs.head["lm_head"] == specs.embed["tokens"]) == cfg.tie_word_embeddings
-
-    def count(group):
-        return sum(torch.Size(spec.shape).numel() for spec in group.values())
-
-    tied = count({"_": specs.embed["tokens"]}) if cfg.tie_word_embeddings else 0
     assert cfg.num_parameters() == tiny.model.num_parameters()
-    assert cfg.embed_shapes().parameters == count(specs.embed)
-    assert cfg.head_shapes().parameters == count(specs.head) - tied
-    assert [cfg.layer_parameters(layer) for layer in range(cfg.num_layers)] == [
-        count(group) for group in specs.layers]
 
 
 @pytest.mark.parametrize("rows", [1, 10, 33])

@@ -1,7 +1,5 @@
 """Configs: both spellings, transformers' defaults, published shapes, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -95,8 +93,8 @@ def test_missing_keys_take_the_defaults_of_transformers(model_type):
 
     required = REQUIRED.get(model_type, {})
     wanted = from_transformers(AutoConfig.for_model(known_type(model_type), **required), "x")
-    found = from_transformers({"model_type": model_type, **required}, "x")
-    assert replace(found, dtype=None) == replace(wanted, dtype=None)
+    actual = from_transformers({"model_type": model_type, **required}, "x")
+    assert replace(actual, dtype=None) == replace(wanted, dtype=None)
 
 
 @pytest.mark.parametrize("key", TINY)

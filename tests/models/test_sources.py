@@ -1,7 +1,5 @@
 """Model names become folders: found, fetched (no network here) or converted."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sys
@@ -277,10 +275,10 @@ def test_killed_conversion_is_repeated(tmp_path, cache):
 
 def test_concurrent_conversions_build_once(tmp_path, cache):
     hf_folder(tmp_path / "mine")
-    calls, made = [], []
+    calls, converted = [], []
 
     def convert_it():
-        made.append(converted_folder(tmp_path / "mine", "float16",
+        converted.append(converted_folder(tmp_path / "mine", "float16",
                                      lambda *call: calls.append(call)))
 
     threads = [threading.Thread(target=convert_it) for _ in range(4)]
@@ -288,9 +286,9 @@ def test_concurrent_conversions_build_once(tmp_path, cache):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 4 and len(set(made)) == 1
+    assert len(converted) == 4 and len(set(converted)) == 1
     assert len(calls) == 25
-    assert folders(cache) == [made[0].name]
+    assert folders(cache) == [converted[0].name]
 
 
 # GGUF
@@ -300,8 +298,8 @@ def test_gguf_in_another_dtype(tmp_path):
     _, source = make("llama", tmp_path, kind=Kind.Q8_0)
     exact = load_file(checkpoint_folder(str(source)) / "model.safetensors")
     folder = checkpoint_folder(str(source), dtype="bfloat16")
-    made = load_file(folder / "model.safetensors")
-    assert all(torch.equal(made[name], exact[name].bfloat16()) for name in exact)
+    converted = load_file(folder / "model.safetensors")
+    assert all(torch.equal(converted[name], exact[name].bfloat16()) for name in exact)
     assert read_config(folder)["dtype"] == "bfloat16"
     refused(lambda: checkpoint_folder(str(source), dtype="int4"), "int4")
 
@@ -317,7 +315,7 @@ def test_truncated_gguf_leaves_no_files(tmp_path, cache):
 
 def test_unknown_rope_factors_are_errors(tmp_path):
     _, source = make("llama 3", tmp_path)
-    factors = next(each for each in GGUFReader(source).tensors if each.name == "rope_freqs.weight")
+    factors = next(x for x in GGUFReader(source).tensors if x.name == "rope_freqs.weight")
     for wrong in (np.arange(factors.n_elements), 3 * factors.data[::-1]):
         with open(source, "r+b") as file:
             file.seek(int(factors.data_offset))
