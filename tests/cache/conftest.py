@@ -1,7 +1,5 @@
 """Caches on disk that short texts fill."""
 
-from __future__ import annotations
-
 import pytest
 
 from flexgen_h2o.cache import tiers

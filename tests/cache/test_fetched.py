@@ -1,13 +1,10 @@
 """Fetched parts whose caches grow: on disk, and in host memory beside a fake GPU."""
 
-from __future__ import annotations
-
 import math
 
-import pytest
 import torch
-from helpers.generation import PLACES, answers, open_llm, prompts_of, run, tokens
-from helpers.selection import examples, full
+from helpers.generation import prompts_of, run
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,42 +48,6 @@ def test_log_applies_updates_in_order(sequences, heads, slots, width, count, dty
         SlotUpdate(entries[:, :sequences], slots_of[:sequences]).write(expected)
     log.write(held)
     assert torch.equal(held, expected)
-
-
-@pytest.mark.parametrize("growth_bits", [(LOG, 16), (5, (8, 4)),
-                                         *full((5, 16), (5, 4))], ids=str)
-def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth_bits):
-    """With growth at the write-backs of the log on disk, and between them."""
-    growth, bits = growth_bits
-    monkeypatch.setattr(tiers, "CACHE_GROWTH", growth)
-    tiny = tiny_model("llama")
-    prompts = prompts_of(tiny)
-    expected = tokens(tiny, prompts, None, cache_bits=bits)
-    for place, options in zip(PLACES[1:], ({}, {"overlap": False}, {"prefill_chunk": 8}),
-                              strict=True):
-        got = tokens(tiny, prompts, None, cache_bits=bits, cache=place, **options)
-        assert got == expected, (place, options)
-
-
-def test_equal_prompts_on_every_tier(tiny_model, device, monkeypatch):
-    """A cached prompt is copied to other sequences, in parts with other slots."""
-    monkeypatch.setattr(tiers, "CACHE_GROWTH", 5)
-    tiny = tiny_model("llama")
-    prompts = prompts_of(tiny, [20]) * 6
-    expected = tokens(tiny, prompts, None)
-    assert tokens(tiny, prompts, None, cache=Placement(40, 30, 30), gpu_batch_size=6,
-                  num_gpu_batches=1) == expected
-
-
-def test_cache_of_a_conversation_grows(tiny_model, device, monkeypatch):
-    tiny = tiny_model("llama")
-    turns = prompts_of(tiny, [14, 3, 9, 1])
-    with open_llm(tiny, chunk=8) as llm:
-        expected = answers(llm, turns, 8, max_tokens=70)
-    for growth, place in ((LOG, DISK), (5, Placement(0, 100, 0))):
-        monkeypatch.setattr(tiers, "CACHE_GROWTH", growth)
-        with open_llm(tiny, chunk=8, cache=place) as llm:
-            assert answers(llm, turns, 8, max_tokens=70) == expected, (growth, place)
 
 
 def test_empty_slots_are_not_transferred(tiny_model, monkeypatch):

@@ -1,7 +1,5 @@
 """`LLM.probe`: attention by a given function while a text is scored."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.error_cases import refused

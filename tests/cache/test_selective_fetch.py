@@ -1,7 +1,5 @@
 """Selective fetch of the tokens that recall selects: from disk, and from pinned host memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,12 +7,14 @@ import torch
 from helpers.fakes import LazyDevice
 from helpers.generation import answers, open_llm, prompts_of, run, tokens
 from helpers.internals import cache_of, open_devices
-from helpers.selection import full_cases
+from helpers.selection import examples, full_cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache import disk_recall
 from flexgen_h2o.cache.disk_recall import page_layout, view_pages, view_slots
-from flexgen_h2o.cache.hot_set import ZeroCopyTier
+from flexgen_h2o.cache.hot_set import HotSet, ZeroCopyTier
 from flexgen_h2o.cache.layout import SlotLayout
 from flexgen_h2o.cache.tiers import FetchedTier
 from flexgen_h2o.config.cache_layout import PageLayout
@@ -34,7 +34,7 @@ def fetched(request, monkeypatch) -> dict[str, object]:
     """Options of a policy whose cache is on disk, or in host memory with or without a hot set.
 
     Pages on disk have few tokens, so that short texts have many, and the hot set is small. In host
-    memory, the kernels of a pretend GPU read tokens in place.
+    memory, the kernels of a fake GPU read tokens in place.
     """
     if request.param == "disk":
         open_devices(monkeypatch, Device)
@@ -82,8 +82,8 @@ def test_tokens_equal_recall_on_the_device(tiny_model, fetched, options):
     tiny = tiny_model("llama")
     prompts, bits = prompts_of(tiny), options.get("cache_bits", 16)
     expected = tokens(tiny, prompts, RECALL, new=20, cache_bits=bits)
-    found, stats = run(tiny, prompts, RECALL, new=20, **fetched | options)
-    assert found == expected
+    actual, stats = run(tiny, prompts, RECALL, new=20, **fetched | options)
+    assert actual == expected
     if fetched["cache"] == DISK and options is not OTHER_BLOCKS:
         assert stats.links["disk->cpu"][0] > 0 and 0 < stats.recall_hit_rate < 1
         assert (stats.recall_prefetches > 0) == options.get("overlap", True)
@@ -191,3 +191,77 @@ def test_selective_fetch_without_effect_raises(tiny_model, monkeypatch, device, 
     open_devices(monkeypatch, device)
     with pytest.raises(UserError, match=words):
         LLM(str(tiny_model("llama").folder), h2o=h2o, policy=Policy(**policy))
+
+
+# The hot set against a dictionary for each head
+
+TOKENS, NEWEST = 20, 3
+
+
+class Model:
+    """One head's slots as a dictionary: slot to token."""
+
+    def __init__(self, slots: int):
+        self.held: dict[int, int] = {}
+        self.slots = range(slots)
+
+    def take(self, tokens: list[int], first: int, weights: list[int]
+             ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the slots of tokens, and (token, slot) of missing tokens."""
+        here = {token: slot for slot, token in self.held.items()}
+        old = [token for token in tokens if 0 <= token < first]
+        away = [token for token in old if token not in here]
+        free = [slot for slot in self.slots if self.held.get(slot) not in old]
+        free.sort(key=lambda slot: weights[self.held[slot]] if slot in self.held else 0)
+        new = dict(zip(away, sorted(free[: len(away)]), strict=True))
+        self.held |= {slot: token for token, slot in new.items()}
+        places = here | new
+        return [-1 if token < 0 else len(self.slots) + token % NEWEST if token >= first
+                else places[token] for token in tokens], list(new.items())
+
+    def forget(self, first: int) -> None:
+        self.held = {slot: token for slot, token in self.held.items() if token < first}
+
+
+@st.composite
+def histories(draw):
+    """Slots, and steps of two heads of one sequence.
+
+    A step is the tokens that each head selects, the first of the newest tokens, and the weights of
+    tokens; or the token from which on each head forgets.
+    """
+    slots = draw(st.integers(1, 8))
+    chosen = st.lists(st.integers(0, TOKENS - 1), max_size=slots, unique=True)
+    weights = st.lists(st.integers(0, 5), min_size=TOKENS, max_size=TOKENS)
+    forgotten = st.integers(0, TOKENS)
+    return slots, draw(st.lists(st.one_of(
+        st.tuples(chosen, chosen, st.integers(0, TOKENS), weights),
+        st.tuples(forgotten, forgotten)),
+        max_size=12))
+
+
+@settings(max_examples=examples(150))
+@given(histories())
+def test_a_hot_set_evicts_the_least_weights(history):
+    slots, steps = history
+    fast, models = HotSet(2, TOKENS, slots, NEWEST), [Model(slots), Model(slots)]
+    for step in steps:
+        if len(step) == 2:
+            fast.forget(torch.tensor(step))
+            for model, first in zip(models, step, strict=True):
+                model.forget(first)
+                assert not fast.log_weights[models.index(model), first:].any()
+            continue
+        *wanted, first, weights = step
+        fast.log_weights[:] = torch.tensor(weights)
+        most = max(map(len, wanted))
+        tokens = [chosen + [-1] * (most - len(chosen)) for chosen in wanted]
+        results, missing, held = fast.assign(
+            torch.tensor(tokens, dtype=torch.int32).view(1, 2, most),
+            torch.tensor([first], dtype=torch.int32))
+        expected = [model.take(chosen, first, weights)
+                    for model, chosen in zip(models, tokens, strict=True)]
+        assert results[0].tolist() == [places for places, _ in expected]
+        away = [[head, *move] for head, (_, new) in enumerate(expected) for move in new]
+        assert missing.T.tolist() == away
+        assert held == sum(0 <= token < first for chosen in tokens for token in chosen) - len(away)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.generation import make_prompts
+from helpers.generation import make_prompts, token_ids
 from helpers.kernel_cases import BUILT
 from helpers.selection import full_cases
 from helpers.tiny_models import TINY
@@ -73,20 +73,20 @@ def generated(folder, tmp_path, *, dtype, new=8, **options):
     with LLM(str(folder), dtype=dtype, offload_dir=str(tmp_path),
              **{"policy": Policy(gpu_batch_size=5)} | options) as llm:
         outputs = llm.generate(prompts, params)
-    return ([out.token_ids for out in outputs],
+    return (token_ids(outputs),
             torch.tensor([[list(dict(place.top).values()) for place in out.log_probs]
                           for out in outputs]))
 
 
 def both(monkeypatch, programs, *arguments, **options):
     """Return what a run gives with captured steps, and without them."""
-    found = []
+    results = []
     for obstacle in (None, "not now"):
         monkeypatch.setattr(captured_step, "capture_obstacle", lambda *_, why=obstacle, **__: why)
         programs.runs = 0
-        found.append(generated(*arguments, **options))
+        results.append(generated(*arguments, **options))
         assert (programs.runs > 0) == (obstacle is None)
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("model", "options"), [
@@ -112,10 +112,10 @@ def test_captured_steps_give_the_same_tokens(tiny_model, tmp_path, monkeypatch, 
 @pytest.mark.parametrize("model", ["opt", "llama", "neox"])
 def test_captured_steps_in_bfloat16(isa, tiny_model, tmp_path, monkeypatch, programs, model):
     """The first decode step: later ones may go on from another token."""
-    (tokens, found), (others, expected) = both(
+    (tokens, results), (others, expected) = both(
         monkeypatch, programs, tiny_model(model).folder, tmp_path, dtype="bfloat16", new=2)
-    assert [each[0] for each in tokens] == [each[0] for each in others]  # out of one prefill
-    torch.testing.assert_close(found[:, 1], expected[:, 1], rtol=0, atol=0.15)
+    assert [ids[0] for ids in tokens] == [ids[0] for ids in others]  # out of one prefill
+    torch.testing.assert_close(results[:, 1], expected[:, 1], rtol=0, atol=0.15)
 
 
 def test_a_step_replays_each_layer_once(tiny_model, tmp_path, programs):

@@ -1,15 +1,15 @@
 """Layers in halves: the CPU attends while a GPU computes, and attention and MLP as two layers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading
+from functools import partial
 
 import pytest
+from helpers import generation
 from helpers.error_cases import refused
 from helpers.fakes import LazyDevice, PoisonedDevice
-from helpers.generation import make_prompts, transformers_tokens
+from helpers.generation import make_prompts, token_ids, transformers_tokens
 from helpers.internals import (
     before_early_attention,
     before_token_layers,
@@ -18,7 +18,7 @@ from helpers.internals import (
     weights_of,
 )
 
-from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.cache import decode_attention, tiers, token_attention
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.models import family
@@ -26,6 +26,7 @@ from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.storage.tiers import PAGE, round_up
 
 NEW = 7
+tokens = partial(generation.tokens, new=NEW)
 LENGTHS = [14, 9, 7, 11, 1, 10, 5]
 MIXED = Placement(30, 40, 30)
 HOST = Placement(0, 100, 0)
@@ -34,21 +35,13 @@ AWAY = {"weights": Placement(20, 30, 50), "activations": Placement(30, 30, 40)}
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
-    """A pretend GPU, and a cache on disk that is written back every four tokens."""
+    """A fake GPU, and a cache on disk that is written back every four tokens."""
     open_devices(monkeypatch, LazyDevice)
     monkeypatch.setattr(tiers, "WRITE_BACK_TOKENS", 4)
 
 
 def prompts_of(tiny, lengths=LENGTHS):
     return make_prompts(tiny.model.config.vocab_size, lengths)
-
-
-def tokens(tiny, prompts, *, h2o=None, bits=16, weight_bits=16, eos=-1, new=NEW, **policy):
-    policy = Policy(**{"gpu_batch_size": 3, "num_gpu_batches": 2} | policy)
-    with LLM(str(tiny.folder), policy=policy, h2o=h2o and H2OConfig(**h2o), cache_bits=bits,
-             weight_bits=weight_bits, weight_cache=None, dtype="float32", progress=False) as llm:
-        outputs = llm.generate(prompts, max_new_tokens=new, eos_token_id=eos)
-        return [out.token_ids for out in outputs]
 
 
 # Attention on the CPU beside a GPU
@@ -70,23 +63,6 @@ def test_attention_sinks_are_copied_to_the_host_once(tiny_model, monkeypatch):
     assert len(used) > 2 * layers and len({id(sinks) for sinks in used}) == layers
 
 
-def test_batches_may_end_at_different_steps(tiny_model):
-    tiny = tiny_model("opt")
-    prompts = prompts_of(tiny)
-    free = transformers_tokens(tiny, prompts, NEW)
-    # The first batch ends, then the last, then the middle one; longest prompts come first.
-    eos = [free[0][3], free[1][2], free[3][4]]
-    ended = []
-    for row in free:
-        end = next((i for i, token in enumerate(row) if token in eos), NEW - 1)
-        ended.append(row[: end + 1])
-    assert len({len(row) for row in ended}) > 2
-    for size, batches in ((1, 4), (2, 4), (3, 2)):
-        got = tokens(tiny, prompts, eos=eos, gpu_batch_size=size, num_gpu_batches=batches,
-                     cache=MIXED, cpu_cache_compute=True, activations=MIXED)
-        assert got == ended, (size, batches)
-
-
 def test_cpu_attention_overlaps_other_batches(tiny_model, monkeypatch):
     """A kernel that only returns when the next batch has been given its first half, too."""
     tiny = tiny_model("llama")  # 3 layers
@@ -104,9 +80,9 @@ def test_cpu_attention_overlaps_other_batches(tiny_model, monkeypatch):
         return decode(*args, **options)
 
     def noted(*args):
-        found = start(*args)
+        actual = start(*args)
         started[next(starts)].set()
-        return found
+        return actual
 
     monkeypatch.setattr(token_attention.ops, "decode_attention", patient)
     monkeypatch.setattr(decode_attention.HostAttentionQueue, "start", noted)
@@ -143,7 +119,7 @@ def test_engine_works_after_an_error_in_cpu_attention(tiny_model, monkeypatch, e
                 before_token_layers(patch, interrupt)
             llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
         got = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
-    assert [out.token_ids for out in got] == transformers_tokens(tiny, prompts, NEW)
+    assert token_ids(got) == transformers_tokens(tiny, prompts, NEW)
 
 
 def test_trace_has_the_attention_of_the_cpu(tiny_model):

@@ -1,11 +1,8 @@
 """Long runs: flat memory, nothing leaked, disk errors that end a run, Ctrl-C in every phase.
 
-What has to be killed if it hangs runs in a child of its own: functions named `in_child_...`. One
-process loads the package and forks a child for each case of this file, as loading torch would
-take most of the time.
+What has to be killed if it hangs runs in a subprocess: functions named `in_child_...`. One process
+loads the package and forks a child for each case, as loading torch would take most of the time.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
@@ -31,8 +28,8 @@ import torch
 from helpers import selection
 from helpers.error_cases import error_line
 from helpers.fakes import LazyDevice
+from helpers.generation import token_ids
 from helpers.internals import READ, WRITE, open_devices
-from helpers.random_models import LARGE, TINY, write_model
 from helpers.subprocesses import environment
 from helpers.tiny_tokenizers import with_words
 
@@ -51,53 +48,72 @@ HANG = 100  # seconds that a child may take, far more than on a busy machine
 FILE = "model.safetensors"
 NEW = 20  # more than the write-back log of a cache on disk
 FIRST, LAST = 40, 190  # tokens of a long run after which what it holds is compared
+SIZES = {"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+         "tie_word_embeddings": False, "eos_token_id": None}
+"""Small, but with tables and a cache of a megabyte or two: copies that are kept would be seen."""
+LARGE = {"vocab_size": 8000, "hidden_size": 1024, "intermediate_size": 2816,
+         "num_hidden_layers": 26, "num_attention_heads": 16, "num_key_value_heads": 16}
+"""26 layers of 26 MB and two tables of 16 MB."""
 POOLS = {f"{lane}_0" for lane in LANES} | {f"disk_{worker}" for worker in range(WORKERS)}
 """Threads of an engine, which start when they are first needed together. They are not counted, once
 each; what another engine left behind is.
 """
 
 
+def write_model(folder: Path, **sizes: int) -> None:
+    """Save a LLaMA of random bfloat16 weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.default_generator.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).bfloat16().save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The folder of a model of a megabyte that takes 512 tokens, with a tokenizer."""
     folder = tmp_path_factory.mktemp("long")
-    write_model(folder / "bare", TINY | {"max_position_embeddings": 512, "num_hidden_layers": 2,
-                                         "vocab_size": 1000})
+    write_model(folder / "bare", max_position_embeddings=512, num_hidden_layers=2, vocab_size=1000)
     return with_words(folder / "bare", folder / "tiny")
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory, model):
-    """How the child of each selected case has ended, by the case's work and name.
+def run_child(tmp_path_factory, model):
+    """Return a function that runs ``in_child_{work}(folder, model, *arguments)`` in a subprocess.
 
-    Each is a dict: status (of the exit; negative for a signal), out, err, seconds (wall and CPU
+    It returns a dict: status (of the exit; negative for a signal), out, err, seconds (wall and CPU
     time since the child called `note_time`, or None), result (what the function returned, or None)
-    and folder, in which the child worked.
+    and folder, in which the child worked. Equal calls run once.
     """
     root, here = tmp_path_factory.mktemp("children"), Path(__file__).parent
-    cases = []
-    for work, name, arguments in CASES:
-        folder = root / str(len(cases))
-        folder.mkdir()
-        cases.append([work, name, [str(folder), str(model), *arguments]])
+    children: dict[str, dict] = {}
+    code = "import test_long_runs; test_long_runs.fork_children()"
     folders = Path(flexgen_h2o.__file__).parents[1], here, here.parent
-    done = subprocess.run(
-        [sys.executable, "-c", "import test_long_runs; test_long_runs.fork_each()"],
-        input=json.dumps(cases), capture_output=True, text=True,
-        env=environment(*folders, OMP_NUM_THREADS="1"), timeout=HANG * (len(cases) + 1))
-    assert done.returncode == 0, done.stderr
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True,
+                          env=environment(*folders, OMP_NUM_THREADS="1")) as process:
+        def run(work: str, *arguments) -> dict:
+            key = json.dumps([work, arguments])
+            if key not in children:
+                folder = root / str(len(children))
+                folder.mkdir()
+                print(json.dumps([work, [str(folder), str(model), *arguments]]),
+                      file=process.stdin, flush=True)
+                children[key] = json.loads(process.stdout.readline()) | {"folder": folder}
+            return children[key]
+
+        yield run
+        process.stdin.close()
     shutil.rmtree(root / "large", ignore_errors=True)
-    return {(work, name): child | {"folder": Path(arguments[0])}
-            for (work, name, arguments), child in zip(cases, json.loads(done.stdout), strict=True)}
 
 
-def fork_each() -> None:
-    """In the process between: fork for each case of stdin, and print what came of them."""
+def fork_children() -> None:
+    """Fork for each case that comes on stdin, and print the result of its child."""
     importlib.import_module("transformers.generation.logits_process")
     torch.set_num_threads(1)
     gc.freeze()
-    children = []
-    for work, _, arguments in json.loads(sys.stdin.read()):
+    for line in sys.stdin:
+        work, arguments = json.loads(line)
         folder = Path(arguments[0])
         child = os.fork()
         if child == 0:
@@ -112,12 +128,12 @@ def fork_each() -> None:
         stopped = time.monotonic(), used.ru_utime + used.ru_stime
         noted, result = folder / "time", folder / "result"
         since = map(float, noted.read_text().split()) if noted.exists() else None
-        children.append({
+        print(json.dumps({
             "status": os.waitstatus_to_exitcode(status), "out": (folder / "out").read_text(),
             "err": (folder / "err").read_text(),
             "result": json.loads(result.read_text()) if result.exists() else None,
-            "seconds": since and [end - begin for end, begin in zip(stopped, since, strict=True)]})
-    print(json.dumps(children))
+            "seconds": since and [end - begin for end, begin in zip(stopped, since, strict=True)]}),
+            flush=True)
 
 
 def note_time() -> None:
@@ -192,9 +208,9 @@ def in_child_decode(folder: str, model: str, disk: int, heavy: float | None) -> 
 
 @pytest.mark.parametrize(("disk", "heavy"), [
     (100, 0.25), *selection.full_cases((0, 0.25), (0, None), (100, None))])
-def test_memory_does_not_grow_with_the_steps(ended, disk, heavy):
+def test_memory_does_not_grow_with_the_steps(run_child, disk, heavy):
     """With weights and cache in memory and on disk, the full cache and H2O."""
-    child = ended["decode", f"{disk} {heavy}"]
+    child = run_child("decode", disk, heavy)
     assert child["status"] == 0, child
     grown = child["result"]
     # Less than if each of the 150 steps kept one: 150 objects or mappings, or 15 MB of a layer's
@@ -231,9 +247,9 @@ def in_child_calls(folder: str, model: str) -> dict:
     return {"bare": bare, "after": after, "closed": held(), "left": os.listdir(f"{folder}/offload")}
 
 
-def test_calls_leave_nothing_behind(ended):
+def test_calls_leave_nothing_behind(run_child):
     """Weights have 4 bits, and some of the calls fail."""
-    child = ended["calls", ""]
+    child = run_child("calls")
     assert child["status"] == 0, child
     result = child["result"]
     for early, late in zip(result["after"][4:8], result["after"][12:], strict=True):
@@ -249,7 +265,7 @@ def test_calls_leave_nothing_behind(ended):
 
 
 def test_pinned_memory_is_released(model, tmp_path, monkeypatch):
-    """On a pretend GPU that counts buffers as CUDA would its pinned ones."""
+    """On a fake GPU that counts buffers as CUDA would its pinned ones."""
     locked: list[int] = []
 
     class Locking(LazyDevice):
@@ -281,7 +297,7 @@ def test_pinned_memory_is_released(model, tmp_path, monkeypatch):
 
 def in_child_prompt(folder: str, model: str, chunk: int | None) -> dict:
     """Return the memory that a prompt of 4,000 tokens takes for a moment, and its cache's bytes."""
-    write_model(Path(folder) / "long", TINY | {"max_position_embeddings": 8192})
+    write_model(Path(folder) / "long", max_position_embeddings=8192)
     with LLM(f"{folder}/long", policy=Policy(gpu_batch_size=1, prefill_chunk=chunk),
              h2o=H2OConfig(heavy_ratio=0.1), device="cpu", dtype="bfloat16",
              progress=False) as llm:
@@ -293,9 +309,9 @@ def in_child_prompt(folder: str, model: str, chunk: int | None) -> dict:
 
 
 @pytest.mark.parametrize("chunk", [None, *selection.full(500)])
-def test_a_long_prompt_takes_linear_memory(ended, chunk):
+def test_a_long_prompt_takes_linear_memory(run_child, chunk):
     """4,000 tokens, whose caches are far less than one matrix of scores."""
-    child = ended["prompt", str(chunk)]
+    child = run_child("prompt", chunk)
     assert child["status"] == 0, child
     whole = 4000 * 3 * 2 * 2 * 32 * 2  # layers, keys and values, KV heads, head_dim, bfloat16
     assert child["result"]["cache"] == whole // 5
@@ -307,8 +323,8 @@ def test_a_long_prompt_takes_linear_memory(ended, chunk):
 
 def in_child_write(folder: str, model: str) -> None:
     """Write the models of the next children beside their folders."""
-    for name, config in (("large", LARGE), ("small", TINY)):
-        write_model(Path(folder).parent / name, config)
+    for name, sizes in (("large", LARGE), ("small", {})):
+        write_model(Path(folder).parent / name, **sizes)
 
 
 def in_child_run(folder: str, model: str, gpu: int, name: str) -> dict:
@@ -327,9 +343,10 @@ def in_child_run(folder: str, model: str, gpu: int, name: str) -> dict:
 
 
 @pytest.mark.full
-def test_weights_on_disk_are_never_all_in_memory(ended):
-    bare, away, here = (ended["run", name]["result"] for name in ("100 small", "0 large",
-                                                                 "100 large"))
+def test_weights_on_disk_are_never_all_in_memory(run_child):
+    run_child("write")
+    bare, away, here = (run_child("run", gpu, name)["result"] for gpu, name in (
+        (100, "small"), (0, "large"), (100, "large")))
     # A layer that computes, one that is read and one of workspace; and as much again and a layer
     # for what the allocator keeps of what was freed. That is seven layers of 26.
     bound = bare["peak"] + 7 * away["layer"] + away["tables"] + away["cache"]
@@ -339,7 +356,7 @@ def test_weights_on_disk_are_never_all_in_memory(ended):
     assert here["peak"] > bound, ("the bound would hold with all in memory too", bare, here)
 
 
-def in_child_quantize(folder: str, model: str) -> dict:
+def in_child_quantize(folder: str, model: str, name: str) -> dict:
     """Return the peak of memory of opening a model with weights on disk in 4 bits."""
     root = Path(folder).parent
     with LLM(root / "large", policy=Policy(weights=Placement(0, 0, 100)), device="cpu",
@@ -352,36 +369,13 @@ def in_child_quantize(folder: str, model: str) -> dict:
 
 
 @pytest.mark.full
-def test_weights_are_quantized_a_few_tensors_at_a_time(ended):
-    first, again = (ended["quantize", name]["result"] for name in ("first", "again"))
+def test_weights_are_quantized_a_few_tensors_at_a_time(run_child):
+    run_child("write")
+    first, again = (run_child("quantize", name)["result"] for name in ("first", "again"))
     assert first["weights"] > 3 * first["layer"], "as much as that would be seen"
     # The tensors at work, with their codes, are less than two layers; and as much for what the
     # allocator keeps of those before them. The whole model has 28.
     assert first["peak"] - again["peak"] < 4 * first["layer"], (first, again)
-
-
-def in_child_engines(folder: str, model: str) -> list[list]:
-    """Return memory, what is held, and bytes of weights and cache after each of 10 engines."""
-    place, after = Placement(50, 0, 50), []
-    for _ in range(10):
-        with LLM(Path(folder).parent / "small", device="cpu", dtype="bfloat16",
-                 offload_dir=f"{folder}/offload", progress=False, policy=Policy(
-                     gpu_batch_size=8, num_gpu_batches=2, weights=place, cache=place,
-                     activations=place)) as llm:
-            llm.generate([[1 + i] * 100 for i in range(9)], max_new_tokens=18, eos_token_id=-1)
-            after.append([status("VmRSS"), held(), llm.stats.kv_cache_bytes
-                          + llm.stats.weight_bytes])
-    return after
-
-
-@pytest.mark.full
-def test_engines_leave_nothing_behind(ended):
-    resident, counts, sizes = zip(*ended["engines", ""]["result"], strict=True)
-    # Of two neighbours the smaller. Half of what the engines between would take if each kept its
-    # cache and weights: the allocator may keep some of what was freed.
-    assert min(resident[-2:]) - min(resident[1:3]) < sum(sizes[2:-1]) / 2, (resident, sizes)
-    for key in ("descriptors", "threads", "buffers"):
-        assert len({count[key] for count in counts[1:]}) == 1, (key, counts)
 
 
 TRAINING_MODULES = ("torch._dynamo", "torch._inductor", "sympy", "triton", "accelerate", "scipy",
@@ -395,8 +389,8 @@ def in_child_imports(folder: str, model: str) -> list[str]:
     return [name for name in TRAINING_MODULES if name in sys.modules]
 
 
-def test_generating_imports_no_training_modules(ended):
-    child = ended["imports", ""]
+def test_generating_imports_no_training_modules(run_child):
+    child = run_child("imports")
     assert (child["status"], child["result"]) == (0, []), child
 
 
@@ -472,8 +466,7 @@ def in_child_fault(folder: str, model: str, *form) -> dict:
     [file] = Path(folder).glob(f"weights/*/{FILE}" if bits != 16 else f"tiny/{FILE}")
 
     def tokens(new: int) -> list[list[int]]:
-        outputs = llm.generate([[7] * 9, [8, 9]], max_new_tokens=new, eos_token_id=-1)
-        return [out.token_ids for out in outputs]
+        return token_ids(llm.generate([[7] * 9, [8, 9]], max_new_tokens=new, eos_token_id=-1))
 
     if fault == "no thread starts":
         armed.set()
@@ -495,16 +488,15 @@ def in_child_fault(folder: str, model: str, *form) -> dict:
     return result
 
 
-COMMON_FAULTS = ["none", "weights read", "disk full", "writer dies", "halved"]
-FAULTS = [*COMMON_FAULTS, *(fault for fault in (*ERRORS, *CHANGES) if fault not in COMMON_FAULTS)]
+COMMON = ("none", "weights read", "disk full", "writer dies", "halved")
 
 
 @pytest.mark.parametrize(("bits", "overlap"), [
     (4, True), *selection.full_cases((16, True), (4, False))])
 @pytest.mark.parametrize("fault", [
-    *COMMON_FAULTS, *selection.full(*FAULTS[len(COMMON_FAULTS):])])
-def test_a_fault_ends_the_run_and_not_the_engine(ended, bits, overlap, fault):
-    child, plain = (ended["fault", f"{bits} {overlap} {name}"] for name in (fault, "none"))
+    *COMMON, *selection.full(*(fault for fault in (*ERRORS, *CHANGES) if fault not in COMMON))])
+def test_a_fault_ends_the_run_and_not_the_engine(run_child, bits, overlap, fault):
+    child, plain = (run_child("fault", bits, overlap, name) for name in (fault, "none"))
     assert child["status"] == 0 and child["err"] == "", "a hang if it is -SIGALRM"
     result, expected = child["result"], plain["result"]["tokens"]
     assert result["armed"] and expected is not None
@@ -563,9 +555,9 @@ COMMON_LIMITS = ("home, cache on disk", "home, converted", "size, cache on disk"
 
 @pytest.mark.parametrize("case", [
     *COMMON_LIMITS, *selection.full(*(case for case in LIMITS if case not in COMMON_LIMITS))])
-def test_read_only_home_and_limited_file_size(ended, case):
-    child = ended["limit", case]
-    said = LIMITS[case][3]
+def test_read_only_home_and_limited_file_size(run_child, case):
+    *arguments, said = LIMITS[case]
+    child = run_child("limit", *arguments)
     assert child["status"] == 0, child
     if said is None:
         assert (child["result"], child["err"]) == (0, ""), child
@@ -657,8 +649,8 @@ COMMON_PHASES = ("loading", "prefill, at a write", "decode, by SIGTERM")
 
 @pytest.mark.parametrize("phase", [
     *COMMON_PHASES, *selection.full(*(phase for phase in PHASES if phase not in COMMON_PHASES))])
-def test_an_interrupt_ends_the_command(ended, phase):
-    child = ended["interrupt", phase]
+def test_an_interrupt_ends_the_command(run_child, phase):
+    child = run_child("interrupt", *PHASES[phase])
     assert child["status"] == 128 + (PHASES[phase][2:] or (signal.SIGINT,))[0], child
     assert child["err"] == "interrupted\n" and child["out"] == "", child
     wall, cpu = child["seconds"]
@@ -668,25 +660,3 @@ def test_an_interrupt_ends_the_command(ended, phase):
     kept = list(cache.glob("[!.]*/[!.]*")) if cache.exists() else []
     assert [path.name for path in kept] == [FILE] * (phase.endswith(("write", "read"))), kept
     assert not list(cache.glob(".*.tmp"))
-
-
-# The cases that children run: name of the work, name of the case, arguments.
-
-ALL = selection.every_case
-CASES = [
-    ("calls", "", []),
-    ("imports", "", []),
-    *([("write", "", []), ("quantize", "first", []), ("quantize", "again", []), ("engines", "", []),
-       *(("run", f"{gpu} {name}", [gpu, name])
-         for gpu, name in ((100, "small"), (0, "large"), (100, "large")))] if ALL else []),
-    *(("prompt", str(chunk), [chunk]) for chunk in (None, *([500] if ALL else []))),
-    *(("decode", f"{disk} {heavy}", [disk, heavy]) for disk, heavy in (
-        (100, 0.25), *([(0, 0.25), (0, None), (100, None)] if ALL else []))),
-    *(("fault", f"{bits} {overlap} {fault}", [bits, overlap, fault])
-      for bits, overlap in ((4, True), *([(16, True), (4, False)] if ALL else []))
-      for fault in (FAULTS if ALL else COMMON_FAULTS)),
-    *(("limit", case, values[:3]) for case, values in LIMITS.items()
-      if ALL or case in COMMON_LIMITS),
-    *(("interrupt", phase, values) for phase, values in PHASES.items()
-      if ALL or phase in COMMON_PHASES),
-]

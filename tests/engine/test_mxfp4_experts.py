@@ -1,7 +1,5 @@
 """gpt-oss in MXFP4 as on the hub: transformers' tokens, and codes that are kept."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.generation import transformers_tokens
+from helpers.generation import tokens, transformers_tokens
 from helpers.internals import weight_sizes, weights_of
 from helpers.mixture_cases import MIXTURES, limit_as_configured
 from safetensors.torch import save_file
 
-from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o import LLM, Placement
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
@@ -63,17 +61,15 @@ def hub(tmp_path):
     return Hub(tmp_path / "m", model, kept, prompts)
 
 
-def run(hub, *, bits, h2o=None, weight_cache=None, **policy):
-    with LLM(str(hub.folder), policy=Policy(**policy), h2o=h2o, dtype="float32", weight_bits=bits,
-             weight_cache=weight_cache, offload_dir=hub.folder.parent / "offload") as llm:
-        return [out.token_ids for out in llm.generate(hub.prompts, max_new_tokens=NEW)]
+def run(hub, **options):
+    return tokens(hub, hub.prompts, new=NEW, offload_dir=hub.folder.parent / "offload", **options)
 
 
 def test_mxfp4_equals_transformers(hub):
     """Dequantized in 16 bits, wherever it rests."""
     expected = transformers_tokens(hub, hub.prompts, NEW)
     for experts in (HERE, DISK):
-        assert run(hub, bits=16, experts=experts) == expected
+        assert run(hub, weight_bits=16, experts=experts) == expected
 
 
 def unpacked(matrix):
@@ -111,16 +107,9 @@ def test_tokens_with_4_bits_for_every_policy(hub, tmp_path):
                          ({"experts": DISK, "weights": MIXED, "gpu_batch_size": 2,
                            "num_gpu_batches": 2}, cache),
                          ({"experts": MIXED, "cache": MIXED, "overlap": False}, cache)):
-        assert run(hub, bits=4, weight_cache=kept, **policy) == expected
+        assert run(hub, weight_bits=4, weight_cache=kept, **policy) == expected
     (folder,) = [path for path in cache.iterdir() if path.is_dir()]
     assert "4bit-64-mxfp4" in folder.name, "no cache of another layout is taken for this one"
-
-
-def test_h2o_with_4_bits_equals_the_simulation(hub):
-    h2o = {"heavy_tokens": 2, "recent_tokens": 3}
-    found = [run(hub, bits=4, h2o=H2OConfig(**h2o, simulate=simulate), gpu_batch_size=3)
-             for simulate in (False, True)]
-    assert found[0] == found[1]
 
 
 def test_bfloat16_is_near_float32(hub):
@@ -130,7 +119,7 @@ def test_bfloat16_is_near_float32(hub):
     scores = []
     for dtype in ("float32", "bfloat16"):
         with LLM(str(hub.folder), weight_bits=4, dtype=dtype, weight_cache=None) as llm:
-            scores.append([torch.tensor(each).mean() for each in llm.loglikelihood(pairs)])
+            scores.append([torch.tensor(values).mean() for values in llm.loglikelihood(pairs)])
     torch.testing.assert_close(torch.stack(scores[1]), torch.stack(scores[0]), rtol=0.02, atol=0.02)
 
 

@@ -4,8 +4,6 @@ Messages behave as badly as MPI allows: a send ends when its receive has been po
 of messages in flight is limited.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 
@@ -107,7 +105,7 @@ class Simulation:
     def _check_known(self, rank, action):
         """All tokens of a batch so far are known where it is computed."""
         known = self.taken[TOKENS, rank] if rank < len(self.ranks) - 1 else math.inf
-        batches = len({each.batch for each in self.ranks[rank] if each.batch is not None})
+        batches = len({own.batch for own in self.ranks[rank] if own.batch is not None})
         assert not action.forward_pass or (
             known >= (action.forward_pass - 1) * batches + action.batch + 1)
 

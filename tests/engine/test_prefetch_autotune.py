@@ -1,7 +1,5 @@
 """Speculative prefetch goes on after its trial if steps with it are faster."""
 
-from __future__ import annotations
-
 import pytest
 
 from flexgen_h2o.engine.decoder import TRIAL_STEPS, PrefetchAutotune

@@ -1,7 +1,5 @@
 """Sampling, scoring, and how requests are split into batches, blocks and chunks."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
@@ -54,15 +52,15 @@ def draw(logits, count, seed=0, **options):
 ])
 def test_frequencies_equal_the_softmax_of_allowed_tokens(options, allowed):
     count = 4000
-    found = draw(LOGITS, count, seed=3, **options)
-    assert set(found) <= allowed
+    counts = draw(LOGITS, count, seed=3, **options)
+    assert set(counts) <= allowed
     left = torch.full_like(LOGITS, NONE)
     kept = sorted(allowed)
     left[kept] = LOGITS[kept] / options.get("temperature", 1.0)
     expected = {token: count * p for token, p in enumerate(left.softmax(-1).tolist()) if p > 0}
-    square = sum((found[token] - n) ** 2 / n for token, n in expected.items())
+    square = sum((counts[token] - n) ** 2 / n for token, n in expected.items())
     # Chi-square: with 5 degrees of freedom 20.5 is passed once in a thousand seeds.
-    assert square < 20.5, (found, expected)
+    assert square < 20.5, (counts, expected)
 
 
 @few
@@ -188,29 +186,29 @@ def test_requests_with_other_parameters_share_a_batch(data):
         top_k=st.sampled_from([0, 3]), max_new_tokens=st.integers(1, 4),
         presence_penalty=st.sampled_from([0.0, 1.5]), logprobs=st.sampled_from([None, 0, 2]))
     kept = data.draw(st.lists(kinds, min_size=1, max_size=4))
-    each = data.draw(st.lists(st.sampled_from(kept), min_size=1, max_size=6))
-    logits = [torch.randn(len(each), 9, generator=torch.Generator().manual_seed(step))
+    chosen = data.draw(st.lists(st.sampled_from(kept), min_size=1, max_size=6))
+    logits = [torch.randn(len(chosen), 9, generator=torch.Generator().manual_seed(step))
               for step in range(4)]
 
     def run(keys):
-        samplers = {params: Sampler(params, (0,)) for params in each}
-        rules = {key: GenerationRules(samplers[each[key]], each[key].max_new_tokens, (0,),
-                            top=each[key].logprobs) for key in keys}
+        samplers = {params: Sampler(params, (0,)) for params in chosen}
+        rules = {key: GenerationRules(samplers[chosen[key]], chosen[key].max_new_tokens, (0,),
+                            top=chosen[key].logprobs) for key in keys}
         batch = batch_of([request(key, seed=3) for key in keys], new=3)
         keys = [one.key for one in batch.requests]
         for step in range(4):
             GenerationSampler(rules)(batch, step, 0, logits[step][keys])
         return {one.key: one for one in batch.requests}
 
-    together = run(range(len(each)))
-    for key, params in enumerate(each):
+    together = run(range(len(chosen)))
+    for key, params in enumerate(chosen):
         assert run([key])[key] == together[key]
-        found = together[key].log_probs
+        log_probs = together[key].log_probs
         if params.logprobs is None:
-            assert found == []
+            assert log_probs == []
             continue
-        assert [one.token_id for one in found] == together[key].generated
-        for step, one in enumerate(found):
+        assert [one.token_id for one in log_probs] == together[key].generated
+        for step, one in enumerate(log_probs):
             known = logits[step][key].log_softmax(-1)
             assert one.log_prob == pytest.approx(known[one.token_id].item(), abs=1e-5)
             likeliest = known.argsort(descending=True)[: params.logprobs].tolist()
@@ -281,10 +279,10 @@ def make_blocks(requests, new, **size):
     while queue.left:
         blocks.append(queue.next())
         for batch in blocks[-1]:
-            for each in batch.requests:
-                each.finish_reason = "length"
-    for each in requests:
-        each.finish_reason = ""
+            for one in batch.requests:
+                one.finish_reason = "length"
+    for one in requests:
+        one.finish_reason = ""
     return blocks
 
 
@@ -401,15 +399,15 @@ def test_blocks_hold_every_request_once(lengths, size, batches, chunk):
     blocks = make_blocks(requests, 5, gpu_batch_size=size, num_gpu_batches=batches,
                          prefill_chunk=chunk)
     flat = [batch for block in blocks for batch in block]
-    found = [r for batch in flat for r in batch.requests]
-    assert sorted(r.key for r in found) == list(range(len(lengths)))
+    ordered = [r for batch in flat for r in batch.requests]
+    assert sorted(r.key for r in ordered) == list(range(len(lengths)))
     assert [len(batch) for batch in flat[:-1]] == [size] * (len(flat) - 1)
     assert 1 <= len(flat[-1]) <= size and len(flat) == math.ceil(len(lengths) / size)
     assert [len(block) for block in blocks[:-1]] == [batches] * (len(blocks) - 1)
     assert 1 <= len(blocks[-1]) <= batches
     assert all(batch.index == i for block in blocks for i, batch in enumerate(block))
     # The longest first, and equals in their order: as little padding as there can be.
-    assert [(-len(r.prompt), r.key) for r in found] == sorted(
+    assert [(-len(r.prompt), r.key) for r in ordered] == sorted(
         (-n, key) for key, n in enumerate(lengths))
     for block in blocks:
         assert len({batch.layout.prefill_passes for batch in block}) == 1
@@ -476,7 +474,7 @@ def test_inputs_of_each_forward_pass(lengths, chunk):
         last = GenerationSampler({}).rows(batch, forward_pass).tolist()
         assert [ids[row] % 100 for row in last] == (
             [lengths[r.key] - 1 for r in batch.requests] if forward_pass == passes - 1 else [])
-    assert all(found == list(range(lengths[key])) for key, found in seen.items())
+    assert all(positions_seen == list(range(lengths[key])) for key, positions_seen in seen.items())
     for r in batch.requests:
         r.generated = [r.key, r.key + 7]
     ids, positions = batch.inputs(passes + 1)
@@ -490,19 +488,19 @@ def test_inputs_of_each_forward_pass(lengths, chunk):
 def test_chunks_cover_all_rows_once(lengths, most, chunk):
     batch = batch_of([request(key, [0] * n) for key, n in enumerate(lengths)], chunk=chunk)
     for forward_pass in range(batch.layout.prefill_passes):
-        found = list(batch.chunks(forward_pass, most))
-        spans = [span for each in found for span in each.spans]
+        parts = list(batch.chunks(forward_pass, most))
+        spans = [span for part in parts for span in part.spans]
         assert spans == [span for span in batch.layout.spans(forward_pass) if len(span)]
         row = 0
-        for each in found:
-            held = sum(map(len, each.spans))
-            assert (each.row, each.end) == (row, row + held)
-            assert 0 < held <= most or len(each.spans) == 1
-            row = each.end
+        for part in parts:
+            held = sum(map(len, part.spans))
+            assert (part.row, part.end) == (row, row + held)
+            assert 0 < held <= most or len(part.spans) == 1
+            row = part.end
         assert row == batch.rows(forward_pass)
         # As few as can be, in this order: none could have taken in the next one's first span.
-        for each, after in zip(found, found[1:], strict=False):
-            assert each.end - each.row + len(after.spans[0]) > most
+        for part, after in zip(parts, parts[1:], strict=False):
+            assert part.end - part.row + len(after.spans[0]) > most
 
 
 @settings(max_examples=examples(40))

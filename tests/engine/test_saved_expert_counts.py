@@ -1,7 +1,5 @@
 """Counts of chosen experts that are kept between runs."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """The eviction policy of expert slots."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -104,9 +102,9 @@ def hit_rate(weights, slots, passes=60):
         layer, keys = number % LAYERS, set()
         while len(keys) < 2:
             keys.add((number % LAYERS, *chance.choices(range(EXPERTS), weights)))
-        found = step(policy, layer, sorted(keys))
+        actual = step(policy, layer, sorted(keys))
         if number >= 10 * LAYERS:
-            hits, uses = hits + found, uses + len(keys)
+            hits, uses = hits + actual, uses + len(keys)
     return hits / uses
 
 

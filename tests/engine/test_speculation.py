@@ -1,7 +1,5 @@
 """Speculative decoding: the same tokens whatever is drafted, and what is drafted."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate
 from pathlib import Path
@@ -10,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.error_cases import refused
-from helpers.generation import make_prompts
+from helpers.generation import make_prompts, token_ids
 from helpers.internals import before_blocks, cache_of, junk_after_tokens, states_of
 from helpers.selection import examples, full
 from helpers.tiny_tokenizers import with_bytes, with_words
@@ -138,13 +136,13 @@ def test_tokens_do_not_depend_on_drafts(tiny_model, tmp_path, draft_with, model,
                                   **CACHES[cache])
     plain = _plain[key]
     draft_with(NgramDrafter() if DRAFTERS[drafter] is None else
-               Guess([out.token_ids for out in plain], DRAFTERS[drafter]))
+               Guess(token_ids(plain), DRAFTERS[drafter]))
     outputs, stats = generate(folder, tmp_path, do_sample, speculative(TIERS[tier]),
                               **CACHES[cache])
-    assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
+    assert token_ids(outputs) == token_ids(plain)
     for out, other in zip(outputs, plain, strict=True):
-        torch.testing.assert_close(*(torch.tensor([place.log_prob for place in each.log_probs])
-                                     for each in (out, other)), rtol=0, atol=0.05)
+        torch.testing.assert_close(*(torch.tensor([place.log_prob for place in output.log_probs])
+                                     for output in (out, other)), rtol=0, atol=0.05)
     if drafter == "right":
         assert stats.acceptance_rate == 1 and stats.tokens_per_step > 3
     elif drafter == "wrong":
@@ -163,7 +161,7 @@ def test_rejected_tokens_leave_no_trace(tiny_model, tmp_path, monkeypatch, draft
         with LLM(str(tiny_model("llama").folder), dtype="float32", offload_dir=str(tmp_path),
                  policy=speculative(TIERS[tier], refill_share=1.0), **CACHES[cache]) as llm:
             outputs = llm.generate(repetitive_prompts()[1:2] * 3, max_new_tokens=24)
-            runs.append(([out.token_ids for out in outputs], states_of(cache_of(llm))))
+            runs.append((token_ids(outputs), states_of(cache_of(llm))))
     (expected, states), (tokens, others) = runs
     assert tokens == expected
     for state, other in zip(states, others, strict=True):
@@ -176,7 +174,7 @@ def test_captured_steps_beside_verified_ones(tiny_model, tmp_path, monkeypatch, 
     monkeypatch.setattr(captured_step, "capture_obstacle", lambda *_, **__: None)
     folder = tiny_model("llama").folder
     plain, _ = generate(folder, tmp_path, False, Policy(), **CACHES[cache])
-    guess, drafts = Guess([out.token_ids for out in plain], 0.4), []
+    guess, drafts = Guess(token_ids(plain), 0.4), []
 
     class Sometimes(Guess):
         def draft(self, request, most):
@@ -185,7 +183,7 @@ def test_captured_steps_beside_verified_ones(tiny_model, tmp_path, monkeypatch, 
 
     draft_with(Sometimes([], 0))
     outputs, stats = generate(folder, tmp_path, False, speculative(Policy()), **CACHES[cache])
-    assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
+    assert token_ids(outputs) == token_ids(plain)
     assert stats.accepted_tokens > 0 and [] in drafts
 
 
@@ -199,7 +197,7 @@ def test_a_sequence_ends_within_its_drafts(tiny_model, tmp_path, draft_with):
         options = {"max_new_tokens": 12, "stop_strings": stop,
                    "eos_token_id": free[1].token_ids[6]}
         plain = llm.generate(prompts, **options)
-    draft_with(Guess([out.token_ids for out in free], 0.0))
+    draft_with(Guess(token_ids(free), 0.0))
     with LLM(folder, dtype="float32", policy=speculative(Policy())) as llm:
         outputs = llm.generate(prompts, on_text=lambda *piece: shown.append(piece), **options)
         assert llm.stats.accepted_tokens < llm.stats.draft_tokens
@@ -227,7 +225,7 @@ def test_tokens_do_not_depend_on_the_draft_model(tiny_model, tmp_path, monkeypat
         folder, tmp_path, do_sample, speculative(
             TIERS[tier], speculate=None, draft_model=str(tiny_model(draft).folder)),
         **CACHES[cache])
-    assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
+    assert token_ids(outputs) == token_ids(plain)
     assert stats.draft_tokens > 50 and (stats.accepted_tokens > 0 or draft == "mistral")
 
 
@@ -236,14 +234,13 @@ def test_a_draft_model_that_is_right_is_always_accepted(tiny_model, tmp_path, mo
     monkeypatch.setattr(DraftAutotune, "length", lambda self, sequences: 99)
     folder, options = tiny_model("llama").folder, {"max_new_tokens": 30, "eos_token_id": -1}
     with LLM(str(folder), dtype="float32") as llm:
-        plain = [out.token_ids for out in llm.generate(repetitive_prompts(), **options)]
+        plain = token_ids(llm.generate(repetitive_prompts(), **options))
     draft = with_words(padded(folder, tmp_path / "padded", 128), tmp_path / "draft")
     target = with_words(folder, tmp_path / "target")
     with LLM(target, dtype="float32", policy=speculative(Policy(), speculate=None,
                                                          draft_model=draft)) as llm:
         for _ in range(2):
-            outputs = llm.generate(repetitive_prompts(), **options)
-            assert [out.token_ids for out in outputs] == plain
+            assert token_ids(llm.generate(repetitive_prompts(), **options)) == plain
             assert llm.stats.acceptance_rate == 1
 
 
@@ -300,7 +297,7 @@ def test_a_block_that_ran_out_of_memory_starts_again(tiny_model, tmp_path, monke
     before_blocks(monkeypatch, fail_once)
     draft_with(NgramDrafter())
     outputs, _ = generate(folder, tmp_path, True, speculative(Policy()), **CACHES["h2o"])
-    assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
+    assert token_ids(outputs) == token_ids(plain)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 40), st.integers(0, 9))
@@ -431,53 +428,44 @@ def test_a_run_costs_three_percent_more_at_most(tiny_model, monkeypatch, row_sec
     assert stats.decode_seconds <= (1 + LOSS_SHARE) * 199 + 1
 
 
-@pytest.mark.parametrize(("options", "words"), [
+@pytest.mark.parametrize(("options", "word"), [
     ({"policy": Policy(speculate="ngram", cache=DISK, selective_fetch=True),
       "h2o": H2OConfig(heavy_ratio=0.1, recall=True)}, "selective_fetch"),
     ({"policy": Policy(speculate="ngram"), "h2o": H2OConfig(heavy_ratio=0.1, simulate=True)},
-     "simulation"),
-])
-def test_refused_combinations(tiny_model, options, words):
-    refused(lambda: LLM(str(tiny_model("llama").folder), **options), match=words)
-
-
-@pytest.mark.parametrize(("draft", "words"), [
-    ("opt", "opt are not those of .*llama: choose"), ("mistral_window", "sliding windows"),
-    ("words", "words are not those"), ("missing", "missing")])
-def test_refused_draft_models(tiny_model, tmp_path, draft, words):
-    folder, other = tiny_model("llama").folder, tmp_path / draft
-    if draft == "words":
-        folder = with_words(folder, tmp_path / "llama")
-        with_bytes(tiny_model("llama").folder, other)
-    elif draft != "missing":
-        other = tiny_model(draft).folder
-    refused(lambda: LLM(str(folder), policy=Policy(draft_model=str(other))), match=words)
-
-
-def test_streams_do_not_draft(tiny_model):
+     "simulation"), ({"policy": Policy(draft_model="missing")}, "missing")])
+def test_combinations_that_are_refused(tiny_model, options, word):
+    refused(lambda: LLM(str(tiny_model("llama").folder), **options), match=word)
     with (LLM(str(tiny_model("llama").folder), policy=Policy(speculate="ngram")) as llm,
           pytest.raises(UserError, match="speculate")):
         llm.stream(max_tokens=40)
 
 
-@pytest.mark.parametrize("options", [
-    {"speculate": "oracle"}, {"num_speculative_tokens": 0}, {"draft_model": 7},
-    {"speculate": "draft"}, {"speculate": "ngram", "draft_model": "opt"}])
-def test_bad_values(options):
-    refused(lambda: Policy(**options), match=next(iter(options)))
+@pytest.mark.parametrize(("draft", "word"), [
+    ("opt", "not those"), ("mistral_window", "windows"), ("words", "not those")])
+def test_draft_models_that_are_refused(tiny_model, tmp_path, draft, word):
+    folder, other = tiny_model("llama").folder, tmp_path / draft
+    if draft == "words":
+        folder = with_words(folder, tmp_path / "llama")
+        with_bytes(tiny_model("llama").folder, other)
+    else:
+        other = tiny_model(draft).folder
+    refused(lambda: LLM(str(folder), policy=Policy(draft_model=str(other))), match=word)
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    ({"speculate": "ngram", "pipeline_parallel": 2}, "--pipeline-parallel"),
-    ({"speculate": "ngram", "selective_fetch": True, "recall": True, "hh_ratio": 0.1,
-      "percent": (100, 0, 0, 0)}, "selective_fetch"),
-    ({"num_speculative_tokens": 4}, "without --speculate"),
-    ({"speculate": "oracle"}, "--speculate must be one of none, ngram"),
-    ({"speculate": "ngram", "draft_model": "opt"}, "draft_model has no effect"),
-    ({"draft_model": "opt", "pipeline_parallel": 2}, "--pipeline-parallel"),
-])
-def test_refused_flags(flags, words):
-    refused(lambda: RunConfig(**flags), match=words)
+@pytest.mark.parametrize(("make", "options", "word"), [
+    (Policy, {"speculate": "oracle"}, "speculate"),
+    (Policy, {"num_speculative_tokens": 0}, "num_speculative_tokens"),
+    (Policy, {"draft_model": 7}, "draft_model"), (Policy, {"speculate": "draft"}, "speculate"),
+    (Policy, {"speculate": "ngram", "draft_model": "opt"}, "speculate"),
+    (RunConfig, {"speculate": "ngram", "pipeline_parallel": 2}, "--pipeline-parallel"),
+    (RunConfig, {"speculate": "ngram", "selective_fetch": True, "recall": True, "hh_ratio": 0.1,
+                 "percent": (100, 0, 0, 0)}, "selective_fetch"),
+    (RunConfig, {"num_speculative_tokens": 4}, "--speculate"),
+    (RunConfig, {"speculate": "oracle"}, "--speculate"),
+    (RunConfig, {"speculate": "ngram", "draft_model": "opt"}, "draft_model"),
+    (RunConfig, {"draft_model": "opt", "pipeline_parallel": 2}, "--pipeline-parallel")])
+def test_options_that_are_refused(make, options, word):
+    refused(lambda: make(**options), match=word)
 
 
 def test_a_block_has_as_many_sequences():

@@ -1,7 +1,5 @@
 """Structured outputs: texts keep their form, whatever the logits."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Tokenizers as the engine loads them: transformers' own, without what only training needs."""
 
-from __future__ import annotations
-
 import json
 import logging
 

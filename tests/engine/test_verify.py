@@ -1,13 +1,12 @@
 """Weights on disk that change under a run: found by their checksums before a token is wrong."""
 
-from __future__ import annotations
-
 import os
 import shutil
 
 import pytest
 import torch
 from helpers.error_cases import command_refused, refused
+from helpers.generation import token_ids
 from helpers.internals import before_logits, extents_of
 
 from flexgen_h2o import LLM, Placement, Policy
@@ -36,8 +35,7 @@ def opened(tiny_model, tmp_path, monkeypatch):
 
 
 def tokens(llm) -> list[list[int]]:
-    outputs = llm.generate([[5, 9, 5], [7]], max_new_tokens=4, eos_token_id=-1)
-    return [out.token_ids for out in outputs]
+    return token_ids(llm.generate([[5, 9, 5], [7]], max_new_tokens=4, eos_token_id=-1))
 
 
 def flip(extent: Extent, place: int) -> None:
@@ -102,7 +100,7 @@ def test_copies_in_the_weight_cache_are_verified(opened, options):
 def test_written_files_have_checksums(tmp_path):
     tensors = {"a": torch.arange(9.0), "none": torch.empty(0), "b": torch.ones(3, 5)}
     path = tmp_path / "a.safetensors"
-    layout = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     write_safetensors(path, layout,
                       lambda name: tensors[name].view(-1).split(4) if name == "a"
                       else [tensors[name]])

@@ -1,7 +1,5 @@
 """H2O end to end on tiny random models: eviction against the simulation, on every tier."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from helpers.error_cases import refused
 from helpers.fakes import LazyDevice
 from helpers.generation import (
-    LOGGED,
     MODES,
     NEW,
     PLACES,
@@ -21,11 +18,12 @@ from helpers.generation import (
     transformers_tokens,
 )
 from helpers.internals import buffer_bytes, cache_of, open_devices
-from helpers.selection import examples, full, full_cases
+from helpers.selection import examples, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.cache import tiers
 from flexgen_h2o.errors import UserError
 
 HOST = Placement(0, 100, 0)
@@ -47,52 +45,65 @@ def test_kernels_give_the_reference_tokens(tiny_model, monkeypatch, mode, bits):
         assert tokens(tiny, prompts, h2o, cache_bits=bits) == fused
 
 
-RARE = ["counts", "sinks and window", "of the text", "half of the text", "crossed mid-run"]
 SHARES = [{"heavy_ratio": 0.02}, {"heavy_ratio": 0.1}, {"heavy_ratio": 0.3}]
+RARE = ("counts", "sinks and window", "of the text", "half of the text", "crossed mid-run")
+ROLLING, RECALL = {"positions": "rolling"}, {"heavy_ratio": 0.1, "recall": True}
+CHUNKS = ({"prompt_chunk": 1}, {"prompt_chunk": 6, **ROLLING})
+WINDOWS = [
+    {"heavy_tokens": 2}, {"heavy_ratio": 0.1, "budget_of": "text"},
+    {"heavy_tokens": 4, "recent_tokens": 5}, {"recent_tokens": 3, "sink_tokens": 2},
+    {"heavy_tokens": 2, "recent_tokens": 1, "sink_tokens": 1, "score": "mean"},
+    {"heavy_tokens": 3, "recent_tokens": 1, "score": "decay", "decay": 0.8},
+    {"heavy_tokens": 2, "evict_generated": False}, {"heavy_tokens": 2, **ROLLING},
+    {"heavy_tokens": 2, "recent_tokens": 2, "prompt_chunk": 3}, {**RECALL}]
+SIMULATED = [
+    *((key, {**share, "positions": positions})
+      for (key, positions), share in zip(MODES, SHARES * 3, strict=True)),
+    *(("llama", {**VARIANTS[name], **({}, ROLLING)[number % 2]})
+      for number, name in enumerate(VARIANTS) if name not in RARE),
+    *(("llama", {**VARIANTS[name], **chunk}) for name in ("mean", "sinks and heavy")
+      for chunk in CHUNKS),
+    ("opt", {"heavy_ratio": 0.15, "prompt_chunk": 5}),
+    ("neox", {"heavy_ratio": 0.15, "prompt_chunk": 5}),
+    ("opt", RECALL), ("llama", {**RECALL, "index_bits": 2, "budget_of": "text"}),
+    *(("mistral_window", options) for options in WINDOWS),
+    ("deepseek_v3", {"heavy_ratio": 0.1, **ROLLING}), ("deepseek_v3", {**RECALL}),
+    ("glm4_moe", {**RECALL}), ("minimax_m2", {**RECALL}),
+    ("deepseek_v3", {"heavy_ratio": 0.1, "score": "caote"}),
+    ("deepseek_v3", {"heavy_ratio": 0.1, "prompt_chunk": 7}),
+    *full_cases(
+        *((key, {**share, "positions": positions}) for key, positions in MODES
+          for share in (*SHARES, {"heavy_ratio": 0.15, "prompt_chunk": 5})),
+        *(("llama", {**options, **more}) for options in VARIANTS.values()
+          for more in ({}, ROLLING)),
+        *(("llama", {**options, **chunk}) for name, options in VARIANTS.items()
+          if name != "prompt only" and "budget_of" not in options for chunk in CHUNKS),
+        *(("llama", {**RECALL, **more}) for more in ({}, {"index_bits": 2},
+                                                     {"budget_of": "text"})),
+        ("neox", {"heavy_tokens": 3, "recall": True}),
+        ("deepseek_v2", {"heavy_ratio": 0.1, "score": "mean"}), ("deepseek_v2", RECALL),
+        ("glm4_moe_lite", {"heavy_ratio": 0.1, "sink_tokens": 2}))]
+"""Models, and options of `H2OConfig`."""
 
 
-@pytest.mark.parametrize("key, positions, options", [
-    *((*mode, share) for mode, share in zip(MODES, SHARES * 3, strict=True)),
-    *full_cases(*((*mode, share) for mode in MODES for share in SHARES)),
-    *((("llama", ("original", "rolling")[i % 2], VARIANTS[name]))
-      for i, name in enumerate(VARIANTS) if name not in RARE),
-    *full_cases(*(("llama", positions, options) for options in VARIANTS.values()
-                  for positions in ("original", "rolling")))], ids=str)
-def test_eviction_equals_its_simulation(tiny_model, key, positions, options):
+@pytest.mark.parametrize("key, options", SIMULATED)
+def test_h2o_equals_its_simulation(tiny_model, monkeypatch, key, options):
+    """In batches, and with prompts in chunks and a cache on disk whose log is full after 4 tokens.
+    """
+    monkeypatch.setattr(tiers, "WRITE_BACK_TOKENS", 4)
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
-    options = {**options, "positions": positions}
     expected = tokens(tiny, prompts, H2OConfig(simulate=True, **options))
     assert tokens(tiny, prompts, H2OConfig(**options)) == expected
-    if key == "llama":
-        chunk = {"original": 16, "rolling": 5}[positions]
-        assert tokens(tiny, prompts, H2OConfig(**options), prefill_chunk=chunk) == expected
-    if options.get("heavy_ratio") == 0.02:
+    if "prompt_chunk" not in options:
+        chunk = 5 if options.get("positions") == "rolling" else 16
+        assert tokens(tiny, prompts, H2OConfig(**options), prefill_chunk=chunk,
+                      cache=PLACES[2]) == expected
+    if options in (SHARES[0], RECALL) and key != "mistral_window":
         assert expected != transformers_tokens(tiny, prompts, NEW), "nothing was evicted"
 
 
 H2O = H2OConfig(heavy_ratio=0.1)
-ROLLING = replace(H2O, positions="rolling")
-
-
-@pytest.mark.parametrize("case", [
-    ("opt", 16, H2O), ("llama", 16, ROLLING), ("llama", 8, None), ("llama", (8, 4), ROLLING),
-    *full(("llama", 16, H2O), ("neox", 16, ROLLING), ("llama", 4, H2O), ("llama", 8, ROLLING),
-          ("llama", 4, H2OConfig(heavy_tokens=0, recent_ratio=0.2)), ("llama", (8, 4), None),
-          ("llama", 8, replace(H2O, evict_generated=False)), ("llama", (4, 8), H2O))], ids=str)
-def test_the_same_tokens_on_every_tier(tiny_model, device, case):
-    key, bits, h2o = case
-    tiny = tiny_model(key)
-    prompts = prompts_of(tiny, seed=1)  # no key of which lies halfway between two codes
-    expected, stats = run(tiny, prompts, h2o, cache_bits=bits, new=LOGGED)
-    for place, options in zip(PLACES, ({}, {"overlap": False}, {"prefill_chunk": 16},
-                                       {"cpu_cache_compute": True}), strict=True):
-        got = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED, cache=place,
-                     activations=place, **options)
-        assert got == expected, (place, options)
-    if bits != 16:
-        assert stats.kv_bytes_per_token == 3 * sum(  # layers; a key or value of two KV heads
-            2 * (each + 4) for each in (bits if isinstance(bits, tuple) else (bits, bits)))
 
 
 @settings(max_examples=examples(25))
@@ -122,6 +133,7 @@ def test_any_budget_and_batch_equal_the_simulation(tiny_model, data):
 
 @pytest.mark.parametrize(("key", "options"), [
     ("opt", {"heavy_tokens": 100, "recent_tokens": 100}), ("llama", {"heavy_ratio": 1.0}),
+    ("llama", {"heavy_tokens": 34, "recent_tokens": NEW, "recall": True}),
     ("opt", {"simulate": True}), ("neox", {"recent_tokens": 123, "heavy_tokens": 0})])
 def test_a_budget_of_everything_is_the_full_cache(tiny_model, key, options):
     tiny = tiny_model(key)

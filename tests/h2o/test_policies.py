@@ -1,7 +1,5 @@
 """Eviction policies: their scores, their registration, and their use by name."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -41,23 +39,23 @@ def state_of(seed: int, filled: int, empty: int) -> PolicyState:
        name=st.sampled_from(names.BUILT_IN))
 def test_scores_depend_on_neither_order_nor_empty_slots(seed, filled, empty, name):
     state, policy = state_of(seed, filled, empty), policy_named(name)
-    found = policy.score(state)
+    results = policy.score(state)
     order = torch.randperm(filled + empty)
     moved = PolicyState(state.attention[:, order], state.positions[:, order], TOKENS,
                         state.keys[:, order], state.values[:, order])
-    torch.testing.assert_close(policy.score(moved), found[:, order])
+    torch.testing.assert_close(policy.score(moved), results[:, order])
     for head in range(2):
         here = state.positions[head] != EMPTY
         alone = PolicyState(*(x[head : head + 1, here] for x in (state.attention, state.positions)),
                             TOKENS, *(x[head : head + 1, here] for x in (state.keys, state.values)))
-        torch.testing.assert_close(policy.score(alone)[0], found[head, here])
+        torch.testing.assert_close(policy.score(alone)[0], results[head, here])
 
 
 @settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**20), filled=st.integers(2, TOKENS))
 def test_caote_is_the_change_of_the_output(seed, filled):
     state = state_of(seed, filled, 0)
-    found = policy_named("caote").score(state)
+    results = policy_named("caote").score(state)
     for head in range(2):
         mean = state.attention[head].double() / (TOKENS - state.positions[head])
         values = state.values[head].double()
@@ -65,7 +63,7 @@ def test_caote_is_the_change_of_the_output(seed, filled):
             rest = mean.clone()
             rest[gone] = 0
             moved = rest @ values / rest.sum() - mean @ values / mean.sum()
-            torch.testing.assert_close(found[head, gone].double(), moved.norm(), rtol=1e-3,
+            torch.testing.assert_close(results[head, gone].double(), moved.norm(), rtol=1e-3,
                                        atol=1e-5)
 
 
@@ -151,10 +149,10 @@ def test_nan_scores_are_errors(tiny_model, simulate):
               h2o=H2OConfig(heavy_ratio=0.1, score="a root", simulate=simulate)) as llm,
           pytest.raises(UserError, match="'a root' returned NaN")):
         llm.generate(prompts, max_new_tokens=4)
-    found, expected = (tokens(tiny, prompts, H2OConfig(heavy_ratio=0.1, score=score,
+    actual, expected = (tokens(tiny, prompts, H2OConfig(heavy_ratio=0.1, score=score,
                                                        simulate=simulate), new=4)
                        for score in ("of tokens", "sum"))
-    assert found == expected
+    assert actual == expected
 
 
 def test_policies_pass_nan_states_to_the_check_of_logits():

@@ -1,7 +1,5 @@
 """Threads at once, and random delays where they meet, drawn by seed."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -1,7 +1,5 @@
 """Checks of errors: one line, and for a command status 2 and an empty stdout."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

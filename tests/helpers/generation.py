@@ -1,8 +1,7 @@
 """Generation with tiny models: prompts, placements, and the tokens of the engine and transformers.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import random
 
 import torch
@@ -38,6 +37,7 @@ VARIANTS = {
     "one layer full": {"heavy_ratio": [1, 0.1, 0.1]},
 }
 
+POLICY_FIELDS = {field.name for field in dataclasses.fields(Policy)}
 _generated: dict[tuple, tuple[torch.nn.Module, list[int]]] = {}
 
 
@@ -74,15 +74,24 @@ def bits_of(bits: int | tuple[int, int]) -> dict[str, int]:
     return dict(zip(("key_bits", "value_bits"), bits, strict=True))
 
 
-def run(tiny, prompts: list[list[int]], h2o: H2OConfig | None = None, *, new: int = NEW,
-        cache_bits: int | tuple[int, int] = 16, offload_dir=None, **policy
-        ) -> tuple[list[list[int]], RunStats]:
-    """Return the tokens of every prompt, and the statistics of the run."""
-    policy = Policy(**{"gpu_batch_size": 3, "num_gpu_batches": 2} | policy)
-    with LLM(str(tiny.folder), policy=policy, h2o=h2o, dtype="float32", progress=False,
-             offload_dir=offload_dir, **bits_of(cache_bits)) as llm:
+def run(model, prompts: list[list[int]], h2o: H2OConfig | None = None, *, new: int = NEW,
+        cache_bits: int | tuple[int, int] = 16, **options) -> tuple[list[list[int]], RunStats]:
+    """Return the tokens of every prompt, and the statistics of the run.
+
+    `model` is a folder or has one. `options` are fields of `Policy` and arguments of `LLM`.
+    """
+    fields = {name: options.pop(name) for name in [*options] if name in POLICY_FIELDS}
+    policy = Policy(**{"gpu_batch_size": 3, "num_gpu_batches": 2} | fields)
+    options = {"dtype": "float32", "weight_cache": None} | options
+    with LLM(str(getattr(model, "folder", model)), policy=policy, h2o=h2o, progress=False,
+             **bits_of(cache_bits), **options) as llm:
         outputs = llm.generate(prompts, max_new_tokens=new, eos_token_id=-1)
-        return [out.token_ids for out in outputs], llm.stats
+        return token_ids(outputs), llm.stats
+
+
+def token_ids(outputs) -> list[list[int]]:
+    """Return the tokens of outputs of `LLM.generate`."""
+    return [out.token_ids for out in outputs]
 
 
 def tokens(*args, **options) -> list[list[int]]:

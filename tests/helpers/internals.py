@@ -4,10 +4,7 @@ Those of the kernels are in kernel_internals.py. Tests import internals only fro
 that a change of the package breaks one place.
 """
 
-from __future__ import annotations
-
 import threading
-from types import SimpleNamespace
 
 import torch
 
@@ -60,11 +57,6 @@ def states_of(cache) -> list:
     return [x for _, state in states for x in state.tensors] + slots
 
 
-def rows_of(session) -> int:
-    """Rows of hidden states that there is room for."""
-    return _workspace_of(session).size.rows
-
-
 def scratch_bytes(session) -> int:
     """Bytes of the workspace."""
     return _workspace_of(session).operations.nbytes
@@ -73,11 +65,6 @@ def scratch_bytes(session) -> int:
 def buffer_bytes(part) -> int:
     """Bytes that a part of a cache has taken, with what is lost to alignment."""
     return part._buffer.nbytes
-
-
-def gathers_prompts_in_place(cache) -> bool:
-    """Whether prompts have no buffers beside the cache's own."""
-    return cache._prompt_tiers is cache.tiers
 
 
 def slots_of(layer):
@@ -225,30 +212,6 @@ def junk_after_tokens(monkeypatch, count: int) -> None:
 
     with_junk.original = attend
     monkeypatch.setattr(KVCache, "attend_token", with_junk)
-
-
-def before_continued(monkeypatch, look) -> None:
-    """Call ``look(moved)`` before a layer of a batch takes what is continued into a block."""
-    before(monkeypatch, KVCache, "_write_continued",
-           lambda self, layer, batch, entries: look(entries))
-
-
-def attend_with(monkeypatch, **weights) -> None:
-    """Let the attention of every decoder layer find these beside its own weights, on its device."""
-    def with_more(method):
-        def wrapped(self, action, *rest):
-            held, here = self._weights, self._transfers.device.torch_device
-            more = {name: weight.to(here) for name, weight in weights.items()}
-            self._weights = SimpleNamespace(get=lambda layer: {**held.get(layer), **more})
-            try:
-                return method(self, action, *rest)
-            finally:
-                self._weights = held
-
-        return wrapped
-
-    for name in ("_prefill_layer", "_start_attention"):
-        monkeypatch.setattr(DecoderLayers, name, with_more(getattr(DecoderLayers, name)))
 
 
 def open_devices(monkeypatch, make) -> None:

@@ -1,7 +1,5 @@
 """Which cases of a parametrized test run without ``--all``."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Batch invariance: tokens and log-probabilities of a prompt alone and in any batch, bit by bit."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.error_cases import refused
 from helpers.generation import make_prompts
@@ -56,17 +54,17 @@ def answers(llm: LLM, order: list[int]) -> list[tuple]:
     """Return tokens and log-probabilities of each prompt, which come in an order."""
     prompts = prompts_of(llm.vocab_size)
     params = params_of(len(prompts))
-    found = llm.generate([prompts[index] for index in order], [params[index] for index in order])
-    by_index = dict(zip(order, found, strict=True))
+    results = llm.generate([prompts[index] for index in order], [params[index] for index in order])
+    by_index = dict(zip(order, results, strict=True))
     return [(by_index[index].token_ids, by_index[index].log_probs) for index in range(len(order))]
 
 
 def alone(folder: str, **options) -> list[tuple]:
     with LLM(folder, policy=Policy(gpu_batch_size=1), progress=False, **options) as llm:
         prompts = prompts_of(llm.vocab_size)
-        found = [llm.generate([prompt], [params])[0]
+        results = [llm.generate([prompt], [params])[0]
                  for prompt, params in zip(prompts, params_of(len(prompts)), strict=True)]
-    return [(out.token_ids, out.log_probs) for out in found]
+    return [(out.token_ids, out.log_probs) for out in results]
 
 
 def check_invariant(folder: str, policies: list[Policy], tmp_path, **options) -> None:
@@ -101,8 +99,8 @@ def opened(request, tiny_model):
 def test_answers_of_any_choice_of_prompts(opened, chosen):
     llm, expected = opened
     prompts, params = prompts_of(llm.vocab_size), params_of(10)
-    found = llm.generate([prompts[index] for index in chosen], [params[index] for index in chosen])
-    assert [(out.token_ids, out.log_probs) for out in found] == [
+    outputs = llm.generate(*([values[index] for index in chosen] for values in (prompts, params)))
+    assert [(out.token_ids, out.log_probs) for out in outputs] == [
         expected[index] for index in chosen]
 
 
@@ -135,7 +133,7 @@ def test_answers_of_a_session_do_not_depend_on_the_block(tiny_model, mode):
     options = {"dtype": "bfloat16", "device": "cpu", "weight_cache": None} | MODES[mode]
 
     def of_session(size: int, together: int) -> dict[int, tuple]:
-        policy, found = Policy(gpu_batch_size=size, prefill_chunk=32), {}
+        policy, results = Policy(gpu_batch_size=size, prefill_chunk=32), {}
         with LLM(folder, policy=policy, progress=False, batch_invariant=True, **options) as llm:
             prompts = prompts_of(llm.vocab_size)
             with llm.open_session(max_model_len=200) as session:
@@ -144,8 +142,8 @@ def test_answers_of_a_session_do_not_depend_on_the_block(tiny_model, mode):
                     for index, (prompt, params) in waiting[:together]:
                         keys[session.add(prompt, params)] = index
                     waiting = waiting[together:]
-                    found |= session.step()
-        return {keys[key]: (out.token_ids, out.log_probs) for key, out in found.items()}
+                    results |= session.step()
+        return {keys[key]: (out.token_ids, out.log_probs) for key, out in results.items()}
 
     keys: dict[int, int] = {}
     expected = of_session(1, 1)
@@ -154,13 +152,13 @@ def test_answers_of_a_session_do_not_depend_on_the_block(tiny_model, mode):
 
 def test_speculation_and_its_drafts_change_nothing(tiny_model, tmp_path):
     prompt = make_prompts(96, [6])[0] * 8
-    found = []
+    results = []
     for policy in (Policy(), Policy(speculate="ngram", num_speculative_tokens=5)):
         with LLM(str(tiny_model("llama").folder), policy=policy, dtype="bfloat16", device="cpu",
                  batch_invariant=True, progress=False) as llm:
             (out,) = llm.generate([prompt], max_new_tokens=30, eos_token_id=-1, logprobs=1)
-            found.append((out.token_ids, out.log_probs))
-    assert found[0] == found[1]
+            results.append((out.token_ids, out.log_probs))
+    assert results[0] == results[1]
 
 
 REFUSALS = {

@@ -1,13 +1,12 @@
 """Chats: conversations through the tokenizer's template, from Python and the command line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
 import psutil
 import pytest
 from helpers.error_cases import refused
+from helpers.generation import token_ids
 from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM
@@ -22,9 +21,9 @@ HELLO = [{"role": "user", "content": "w3 w4"}]
 @pytest.fixture(scope="module")
 def folder(tiny_model, tmp_path_factory):
     target = tmp_path_factory.mktemp("chat") / "model"
-    found = with_words(tiny_model("qwen3").folder, target, chat_template=TEMPLATE)
+    path = with_words(tiny_model("qwen3").folder, target, chat_template=TEMPLATE)
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    return found
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def test_answers_are_those_of_the_rendered_prompts(llm):
     prompts = ["w1 w3 w4 w7", "w1 w5 w7"]
     wanted = llm.generate(prompts, max_new_tokens=6)
     chats = [HELLO, [{"role": "user", "content": "w5"}]]
-    assert [out.token_ids for out in llm.chat(chats, max_new_tokens=6)] == [
+    assert token_ids(llm.chat(chats, max_new_tokens=6)) == [
         out.token_ids for out in wanted]
     one = llm.chat(HELLO, max_new_tokens=6)
     assert [(out.prompt, out.token_ids) for out in one] == [(prompts[0], wanted[0].token_ids)]

@@ -1,7 +1,5 @@
 """`LLM.stream`: a text that continues from turn to turn, against the same text at once."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -15,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o import H2OConfig, Placement
+from flexgen_h2o.cache import tiers
 from flexgen_h2o.errors import UserError
 
 SMALL = H2OConfig(heavy_tokens=9, recent_tokens=8)
@@ -25,15 +24,16 @@ SMALL = H2OConfig(heavy_tokens=9, recent_tokens=8)
 
 @pytest.mark.parametrize("key, chunk", [
     ("opt", None), ("llama", 1), ("mistral_window", 4), ("mistral_window", None),
+    ("qwen3_5", None), ("qwen3_5", 4),
     *full_cases(*itertools.product(["opt", "opt_350m_style", "llama", "llama3_rope", "neox"],
                                    [None, 1, 4]))])
 def test_turns_on_a_full_cache_are_one_text(tiny_model, key, chunk):
     tiny = tiny_model(key)
     turns = prompts_of(tiny, [7, 1, 13, 2])
-    with open_llm(tiny, chunk=chunk) as llm:
-        found = answers(llm, turns, 6, max_tokens=100)
+    with open_llm(tiny, chunk=chunk, cache=PLACES[2 if chunk == 4 else 0]) as llm:
+        results = answers(llm, turns, 6, max_tokens=100)
     text = []
-    for turn, answer in zip(turns, found, strict=True):
+    for turn, answer in zip(turns, results, strict=True):
         text += turn
         assert answer == transformers_tokens(tiny, [text], 6)[0]
         text += answer
@@ -58,21 +58,23 @@ def test_log_probabilities_are_those_of_one_text(tiny_model):
 # Eviction: the simulation, which masks a full cache
 
 
-@pytest.mark.parametrize("key, positions", [
-    ("opt", "original"), ("llama", "rolling"), ("neox", "original"),
-    ("mistral_window", "original"), *full_cases(*MODES)])
-def test_an_evicting_stream_equals_its_simulation(tiny_model, key, positions):
+RECALL = H2OConfig(heavy_tokens=5, recall=True)
+
+
+@pytest.mark.parametrize("key, h2o", [
+    ("opt", SMALL), ("llama", replace(SMALL, positions="rolling")), ("neox", SMALL),
+    ("mistral_window", H2OConfig(heavy_tokens=3, recent_tokens=2)), ("llama", RECALL),
+    ("gemma2", RECALL),
+    *full_cases(*((key, replace(SMALL, positions=positions)) for key, positions in MODES))])
+def test_a_stream_equals_its_simulation(tiny_model, key, h2o):
     tiny = tiny_model(key)
     turns = prompts_of(tiny, [20, 3, 13, 1])
-    h2o = replace(SMALL, positions=positions)
-    if key == "mistral_window":
-        h2o = H2OConfig(heavy_tokens=3, recent_tokens=2)
     with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
-        expected = answers(llm, turns, 6, max_tokens=256)
-    with open_llm(tiny, h2o, chunk=6) as llm:
-        assert answers(llm, turns, 6) == expected
+        expected = answers(llm, turns, 6, max_tokens=140)
+    with open_llm(tiny, h2o, chunk=6, cache=PLACES[2 if h2o.recall else 0]) as llm:
+        assert answers(llm, turns, 6, max_tokens=140) == expected
     with open_llm(tiny, chunk=6) as llm:
-        assert answers(llm, turns, 6, max_tokens=256) != expected, "nothing was evicted"
+        assert answers(llm, turns, 6, max_tokens=140) != expected, "nothing was evicted"
 
 
 @settings(max_examples=examples(25))
@@ -95,7 +97,9 @@ def test_any_turns_and_budget_equal_the_simulation(tiny_model, data):
 @pytest.mark.parametrize("case", [
     (None, 16), (None, 4), (SMALL, (8, 4)), (replace(SMALL, positions="rolling"), 16),
     *full((SMALL, 4))], ids=str)
-def test_the_same_answers_on_every_tier(tiny_model, device, case):
+def test_the_same_answers_on_every_tier(tiny_model, device, monkeypatch, case):
+    """On disk, a full cache grows between write-backs of the log."""
+    monkeypatch.setattr(tiers, "CACHE_GROWTH", 5)
     (h2o, bits), tiny = case, tiny_model("llama")
     turns, most = prompts_of(tiny, [18, 3, 13, 1]), 140 if h2o is None else None
     with open_llm(tiny, h2o, chunk=8, cache_bits=bits) as llm:
@@ -186,13 +190,13 @@ def test_streams_and_calls_take_turns(tiny_model):
         alone = answers(llm, turns)
         usual = llm.generate([turns[0]], max_new_tokens=12, eos_token_id=-1)[0].token_ids
         one, other = llm.stream(), llm.stream()
-        found = [], []
+        results = [], []
         for turn in turns:
-            for stream, mine in zip((one, other), found, strict=True):
-                mine.append(stream.generate(turn, max_new_tokens=12, eos_token_id=-1).token_ids)
+            for stream, tokens in zip((one, other), results, strict=True):
+                tokens.append(stream.generate(turn, max_new_tokens=12, eos_token_id=-1).token_ids)
             again = llm.generate([turns[0]], max_new_tokens=12, eos_token_id=-1)
             assert again[0].token_ids == usual
-        assert found == (alone, alone)
+        assert results == (alone, alone)
     refused(lambda: one.generate(turns[0]), match="has ended")
 
 
@@ -218,6 +222,7 @@ def test_an_error_ends_the_stream_and_not_the_llm(tiny_model):
 @pytest.mark.parametrize("key, h2o, options, words", [
     ("llama", None, {}, "give max_tokens"),
     ("llama", H2OConfig(heavy_ratio=0.1), {}, "heavy_tokens"),
+    ("llama", H2OConfig(heavy_ratio=0.1, recall=True), {"max_tokens": 100}, "no base"),
     ("llama", replace(SMALL, evict_generated=False), {}, "leave evict_generated"),
     ("llama", replace(SMALL, simulate=True), {}, "give max_tokens"),
     ("opt", SMALL, {"past_context": True}, "learned positions"),

@@ -1,14 +1,15 @@
 """generation_config.json: its defaults give transformers' greedy tokens, or are refused by name."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
+from functools import partial
 
 import pytest
 import torch
+from helpers import generation
 from helpers.error_cases import refused
+from helpers.generation import token_ids
 from helpers.selection import full_cases
 from helpers.tiny_tokenizers import with_words
 
@@ -16,6 +17,7 @@ from flexgen_h2o import LLM
 from flexgen_h2o.commands import generate
 
 NEW = 12
+tokens = partial(generation.tokens, new=NEW, device="cpu")
 PROMPTS = [[5, 6, 7, 5, 6, 9], [11, 12, 11]]
 # Each of these changes the greedy text.
 PARAMETERS = ["repetition_penalty", "no_repeat_ngram_size", "suppress_tokens",
@@ -41,12 +43,12 @@ def plain(tiny):
 
 def reference(tiny, **options) -> list[list[int]]:
     """transformers' greedy tokens."""
-    found = []
+    results = []
     for prompt in PROMPTS:
         tokens = tiny.model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False,
                                      pad_token_id=0, **{"eos_token_id": None, **options})
-        found.append(tokens[0, len(prompt):].tolist())
-    return found
+        results.append(tokens[0, len(prompt):].tolist())
+    return results
 
 
 def value_of(name: str, plain: list[list[int]]) -> dict:
@@ -78,42 +80,34 @@ def test_defaults_give_the_greedy_tokens_of_transformers(tiny, plain, tmp_path, 
     folder = folder_with(tiny, tmp_path / "model", values)
     with LLM(folder, dtype="float32", device="cpu") as llm:
         ends = {} if "eos_token_id" in values else {"eos_token_id": -1}
-        outputs = llm.generate(PROMPTS, max_new_tokens=NEW, **ends)
-        assert [out.token_ids for out in outputs] == expected
+        assert token_ids(llm.generate(PROMPTS, max_new_tokens=NEW, **ends)) == expected
         # The same as a parameter of the call; and one of the call wins.
         given = {key: value for key, value in values.items() if key != "eos_token_id"}
-        outputs = llm.generate(PROMPTS, max_new_tokens=NEW, **ends, **given)
-        assert [out.token_ids for out in outputs] == expected
+        assert token_ids(llm.generate(PROMPTS, max_new_tokens=NEW, **ends, **given)) == expected
         neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0,
                    "min_length": 0}.get(name, ())
-        outputs = llm.generate(PROMPTS, max_new_tokens=NEW, **ends, **{name: neutral})
-        found = [out.token_ids for out in outputs]
-        assert found == reference(tiny, eos_token_id=values.get("eos_token_id"))
-    with LLM(folder, dtype="float32", device="cpu", generation_config=False) as llm:
-        outputs = llm.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=-1)
-        assert [out.token_ids for out in outputs] == plain
+        actual = token_ids(llm.generate(PROMPTS, max_new_tokens=NEW, **ends, **{name: neutral}))
+        assert actual == reference(tiny, eos_token_id=values.get("eos_token_id"))
+    assert tokens(folder, PROMPTS, generation_config=False) == plain
 
 
 def test_defaults_of_config_json_without_another_file(tiny, tmp_path):
     folder = folder_with(tiny, tmp_path / "model", {"repetition_penalty": 1.7}, "config.json")
-    with LLM(folder, dtype="float32", device="cpu") as llm:
-        outputs = llm.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=-1)
-    assert [out.token_ids for out in outputs] == reference(tiny, repetition_penalty=1.7)
+    assert tokens(folder, PROMPTS) == reference(tiny, repetition_penalty=1.7)
 
 
 def test_sampling_defaults_have_no_effect_on_greedy_tokens(tiny, plain, tmp_path):
     values = {"temperature": 0.0, "top_k": -1, "typical_p": 0.9, "do_sample": True}
     folder = folder_with(tiny, tmp_path / "greedy", values)
     with LLM(folder, dtype="float32", device="cpu") as llm:
-        outputs = llm.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=-1)
-        assert [out.token_ids for out in outputs] == plain
+        assert token_ids(llm.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=-1)) == plain
         assert "typical_p" in refused(lambda: llm.generate([[5]], do_sample=True))
     folder = folder_with(tiny, tmp_path / "one", {"top_k": 1, "temperature": 0.7})
     with LLM(folder, dtype="float32", device="cpu") as llm:
         outputs = llm.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=-1, do_sample=True)
-        assert [out.token_ids for out in outputs] == plain
+        assert token_ids(outputs) == plain
         free = llm.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=-1, do_sample=True, top_k=0)
-        assert [out.token_ids for out in free] != plain
+        assert token_ids(free) != plain
 
 
 def test_min_new_tokens_may_exceed_max_new_tokens(tiny, tmp_path):
@@ -136,8 +130,7 @@ def test_unsupported_defaults_are_errors(tiny, tmp_path, name, value):
         assert name in words and "generation_config.json" in words
         assert "--no-generation-config" in words
         llm.loglikelihood([([5], [6])])  # no tokens are chosen
-    with LLM(folder, dtype="float32", device="cpu", generation_config=False) as llm:
-        assert llm.generate([[5]], max_new_tokens=2)
+    assert tokens(folder, [[5]], generation_config=False)
 
 
 def test_values_that_change_nothing(tiny, plain, tmp_path):
@@ -146,9 +139,7 @@ def test_values_that_change_nothing(tiny, plain, tmp_path):
         "encoder_no_repeat_ngram_size": 0, "length_penalty": 1.0, "max_length": 20,
         "token_healing": False, "dola_layers": None, "cache_implementation": "hybrid",
         "repetition_penalty": 1.0, "new_in_a_later_release": 7})
-    with LLM(folder, dtype="float32", device="cpu") as llm:
-        outputs = llm.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=-1)
-    assert [out.token_ids for out in outputs] == plain
+    assert tokens(folder, PROMPTS) == plain
 
 
 def test_the_flag_of_the_command_line(tiny, plain, tmp_path):

@@ -1,13 +1,12 @@
 """Text as it comes: `on_text` of `LLM.generate`, and ``generate --stream``."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 from collections import defaultdict
 
 import pytest
 from helpers.error_cases import refused
+from helpers.generation import token_ids
 from helpers.selection import examples
 from helpers.tiny_tokenizers import with_bytes, with_words
 from hypothesis import given, settings
@@ -64,11 +63,11 @@ def llm(folder):
     st.sampled_from([None, 3]))
 def test_pieces_add_up_to_the_text(llm, params, cut):
     texts = Texts()
-    params = [SamplingParams(**each) for each in params]
+    params = [SamplingParams(**param) for param in params]
     outputs = llm.generate(PROMPTS, params, on_text=texts, cut_gen_len=cut)
     texts.check(outputs)
     plain = llm.generate(PROMPTS, params, cut_gen_len=cut)
-    assert [out.token_ids for out in plain] == [out.token_ids for out in outputs]
+    assert token_ids(plain) == token_ids(outputs)
 
 
 def test_a_restarted_block_repeats_no_text(folder, monkeypatch):

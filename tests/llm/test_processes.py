@@ -1,7 +1,5 @@
 """An LLM among threads, unreferenced, in forked subprocesses, and without a stderr."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

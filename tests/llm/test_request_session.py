@@ -1,7 +1,5 @@
 """Request sessions: whenever requests come, each gets the tokens that it gets alone."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,10 +1,9 @@
 """The real model, smollm2-135m in float32: transformers' tokens on real text, and common sense."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import selection
+from helpers.generation import token_ids
 from helpers.selection import full
 
 from flexgen_h2o import LLM, Placement, Policy, SamplingParams
@@ -64,7 +63,7 @@ def test_greedy_tokens_are_those_of_transformers(llm, expected):
     outputs = llm.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=-1)
     lengths = [len(out.prompt_token_ids) for out in outputs]
     assert len(set(lengths)) == len(PROMPTS), "prompts of one length would need no pads"
-    assert [out.token_ids for out in outputs] == expected
+    assert token_ids(outputs) == expected
     assert all(len(out.token_ids) == NEW and out.finish_reason == "length" for out in outputs)
     assert [out.prompt for out in outputs] == PROMPTS
     assert "Paris" in outputs[0].text
@@ -111,7 +110,7 @@ def test_the_same_tokens_with_everything_on_disk(expected, tmp_path, bits):
              weight_bits=bits, offload_dir=str(tmp_path)) as llm:
         outputs = llm.generate(PROMPTS[some], max_new_tokens=4, eos_token_id=-1)
         assert llm.stats.links["disk->cpu"][0] > 4 * read  # all weights for each token
-    assert [out.token_ids for out in outputs] == [tokens[:4] for tokens in expected[some]]
+    assert token_ids(outputs) == [tokens[:4] for tokens in expected[some]]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,9 +125,9 @@ def test_the_same_tokens_with_everything_on_disk(expected, tmp_path, bits):
 ])
 def test_a_text_is_scored_by_the_tokens_that_spell_it(llm, context, continuation, scored):
     tokens = llm.tokenizer(context + continuation)["input_ids"]
-    (found,) = llm.score([(context, continuation)])
-    count = len(found.log_probs)
+    (actual,) = llm.score([(context, continuation)])
+    count = len(actual.log_probs)
     assert llm.tokenizer.decode(tokens[-count:]) == scored
     head = tokens[:-count] or [llm.model_config.bos_token_id]
     (expected,) = llm.score([(head, tokens[-count:])])
-    assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
+    assert actual.log_probs == pytest.approx(expected.log_probs, abs=1e-4)

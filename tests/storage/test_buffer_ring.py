@@ -149,7 +149,7 @@ def check_acts(engine: Engine, acts: list[tuple[str, int]]) -> None:
     engine.wait_for_all()
     engine.transfers.drain()
     engine.device.record_event().synchronize()
-    assert all(found == [value] for found, value in engine.met), engine.met
+    assert all(actual == [value] for actual, value in engine.met), engine.met
     assert [store.host.unique().tolist() for store in engine.stores] == [
         [value] for value in engine.stored]
 

@@ -83,11 +83,11 @@ def test_neighbours_become_one_read(tmp_path):
 
 
 def test_reads_by_kernels_are_recorded(tmp_path):
-    path, moved, told = tmp_path / "a", [], []
+    path, moved, seen = tmp_path / "a", [], []
     path.write_bytes(b"x" * PAGE)
 
     def kernel(*, file, direct):
-        told.append((os.fstat(file).st_size, type(direct)))
+        seen.append((os.fstat(file).st_size, type(direct)))
         return 3, PAGE
 
     with contextlib.closing(Disk(record=lambda *chunk: moved.append(chunk))) as disk:
@@ -95,7 +95,7 @@ def test_reads_by_kernels_are_recorded(tmp_path):
         assert disk.read_by(tmp_path / "gone", kernel) == 0
     (link, nbytes, began, ended), = moved
     assert (link, nbytes) == (READ, PAGE) and began < ended
-    assert told == [(PAGE, bool)]
+    assert seen == [(PAGE, bool)]
 
 
 def test_large_transfers_are_cut_into_chunks_and_counted(tmp_path, disk, monkeypatch):
@@ -119,7 +119,7 @@ def test_scattered_writes(tmp_path, disk):
         path.write_bytes(bytes(8 * PAGE))
     disk.write_each([Extent(one, 5 * PAGE, PAGE), Extent(two, 0, 3 * PAGE),
                      Extent(one, PAGE, 2 * PAGE)], source)
-    parts, empty = [bytes(each.numpy()) for each in source.split(PAGE)], bytes(PAGE)
+    parts, empty = [bytes(page.numpy()) for page in source.split(PAGE)], bytes(PAGE)
     assert one.read_bytes() == b"".join(
         (empty, *parts[4:6], empty, empty, parts[0], empty, empty))
     assert two.read_bytes() == b"".join((*parts[1:4], *[empty] * 5))

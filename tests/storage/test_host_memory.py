@@ -1,7 +1,5 @@
 """Host memory: what buffers of odd sizes take, alone and side by side."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 
@@ -30,7 +28,7 @@ def test_a_buffer_takes_its_own_size(of):
     for _ in range(24):
         buffers.append(take(ODD - 100))
         buffers[-1].fill_(1)
-    assert {len(each) for each in buffers} == {ODD}
+    assert {len(buffer) for buffer in buffers} == {ODD}
     assert 0.9 * 24 * ODD < resident() - before < 1.1 * 24 * ODD
 
 
@@ -42,7 +40,7 @@ def test_buffers_of_an_arena_are_disjoint(sizes):
     for size, buffer in zip(sizes, taken, strict=True):
         assert buffer.dtype == torch.uint8 and buffer.data_ptr() % PAGE == 0
         assert size <= len(buffer) < size + PAGE or (size, len(buffer)) == (0, PAGE)
-    ends = sorted((each.data_ptr(), each.data_ptr() + len(each)) for each in taken)
+    ends = sorted((buffer.data_ptr(), buffer.data_ptr() + len(buffer)) for buffer in taken)
     assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
 
 

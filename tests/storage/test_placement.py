@@ -31,7 +31,7 @@ def test_first_items_are_on_the_fastest_tier(sizes, placement):
     tiers = list(fill(list(enumerate(sizes)), placement).values())
     assert tiers == sorted(tiers, key=TIERS.index) and len(tiers) == len(sizes)
     for tier, fraction in zip(TIERS, placement.fractions(), strict=True):
-        got = sum(size for size, each in zip(sizes, tiers, strict=True) if each == tier)
+        got = sum(size for size, own_tier in zip(sizes, tiers, strict=True) if own_tier == tier)
         assert abs(got - fraction * sum(sizes)) <= max(sizes) + 1e-6
         if fraction == 0:
             assert tier not in tiers
@@ -52,11 +52,11 @@ def test_equal_layers_offload_equal_bytes():
 def test_reserved_bytes_keep_the_shares(nbytes, others, placement, has_gpu):
     total, tiers = nbytes + others, compute_tiers(has_gpu)
     tier, rest = place_first(nbytes, total, placement, tiers)
-    room = [each for each in tiers if getattr(placement, each) / 100 * total >= nbytes]
+    room = [name for name in tiers if getattr(placement, name) / 100 * total >= nbytes]
     assert tier == (room[0] if room else None)
-    for each in TIERS:
-        held = getattr(rest, each) / 100 * (others if tier else total) + nbytes * (each == tier)
-        assert abs(held - getattr(placement, each) / 100 * total) <= 1e-6 * total
+    for name in TIERS:
+        held = getattr(rest, name) / 100 * (others if tier else total) + nbytes * (name == tier)
+        assert abs(held - getattr(placement, name) / 100 * total) <= 1e-6 * total
 
 
 @given(st.integers(1, 200), placements())
