@@ -112,12 +112,12 @@ def make(key: str, folder: Path) -> SimpleNamespace:
 @pytest.fixture(scope="module")
 def checkpoint_of(tmp_path_factory):
     """A function from a key of `FORMATS` to its checkpoint, each made once."""
-    checkpoints: dict[str, SimpleNamespace] = {}
+    saved: dict[str, SimpleNamespace] = {}
 
     def get(key: str) -> SimpleNamespace:
-        if key not in checkpoints:
-            checkpoints[key] = make(key, tmp_path_factory.mktemp("formats") / key)
-        return checkpoints[key]
+        if key not in saved:
+            saved[key] = make(key, tmp_path_factory.mktemp("formats") / key)
+        return saved[key]
 
     return get
 
