@@ -8,11 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from flexgen_h2o.cache.layout import CacheSize, slots_of
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import mix_seed, sampling_params
 from flexgen_h2o.config.validation import check_arguments, check_bool, check_int
-from flexgen_h2o.engine.blocks import Request, next_turn
+from flexgen_h2o.engine.blocks import Request, batch_of_one
 from flexgen_h2o.engine.exclusive import CallLock, ExclusiveResource, exclusive
 from flexgen_h2o.engine.generation import Engine
 from flexgen_h2o.engine.sampling import LogitsConsumer
@@ -90,11 +89,11 @@ class StreamingSession(ExclusiveResource):
         self._turns = 0
         self.stats: RunStats | None = None
         layout = BatchLayout((max_tokens or _UNLIMITED,), 0)
-        slots = slots_of(layout.sizes, self._h2o, self._layers)
+        size = WorkspaceSize.of_one(layout.sizes, self._h2o, self._layers, rows=self._chunk)
         engine.memory.check_fits(runner.args.policy, runner.args.cache, Workload(
-            prompt_len=self._chunk, gen_len=max(1, max(slots) - self._chunk + 1),
+            prompt_len=self._chunk, gen_len=max(1, max(size.cache.slots) - self._chunk + 1),
             gpu_batch_size=1, num_gpu_batches=1), loaded_bytes=runner.loaded_bytes)
-        workspace = runner.workspace(WorkspaceSize(CacheSize(1, 1, slots), self._chunk))
+        workspace = runner.workspace(size)
         workspace.begin([layout])
         self._workspace: Workspace | None = workspace
 
@@ -206,7 +205,7 @@ class StreamingSession(ExclusiveResource):
     def _run(self, request: Request, new: int, consumer: LogitsConsumer) -> None:
         """Compute the request's prompt, and up to `new` tokens that the consumer appends."""
         assert self._workspace is not None  # callers have checked
-        batch = next_turn(request, new, past=self._past, chunk=self._chunk)
+        batch = batch_of_one(request, new, past=self._past, chunk=self._chunk)
         try:
             self.stats = self._runner.run_block(self._workspace, [batch], consumer, keep_cache=True)
         except BaseException:

@@ -375,8 +375,8 @@ class Exchange:
     def receive_tokens(self, batch: int, forward_pass: int, shape: tuple[int, int]) -> None:
         """Start to receive the sampler's output for a batch from the last rank: float64 [shape]."""
         buffer = torch.empty(shape, dtype=torch.float64)
-        self._tokens[batch] = forward_pass, self._pipeline.receive(self._pipeline.last, TOKENS,
-                                                                  buffer)
+        self._tokens[batch] = forward_pass, self._pipeline.receive(
+            self._pipeline.last, TOKENS, buffer)
 
     def take_tokens(self, batch: int, forward_pass: int) -> torch.Tensor | None:
         """Wait for the sampler's output of a forward pass; None if no receive was started for it.

@@ -5,6 +5,7 @@ In the prefill the sequences of a batch are packed one after the other, without 
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -251,21 +252,19 @@ def common_prefix(prompts: Sequence[list[int]]) -> int:
     """
     if len(prompts) < 2:
         return 0
-    first, last = min(prompts), max(prompts)  # in lexical order, all others are between them
-    limit = min(map(len, prompts)) - 1
-    length = next((index for index in range(limit) if first[index] != last[index]), limit)
+    length = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
     return length if length >= SHARED_PREFIX else 0
 
 
-def next_turn(request: Request, new: int, *, past: int, chunk: int) -> GPUBatch:
+def batch_of_one(request: Request, new: int, *, past: int, chunk: int) -> GPUBatch:
     """Return a batch of one sequence that continues after `past` tokens of earlier runs.
 
     The request's prompt comes in chunks of `chunk` tokens; up to `new` tokens follow.
     """
     tokens = len(request.prompt)
     passes = prefill_passes(tokens, chunk)
-    return GPUBatch(0, [request],
-                 BatchLayout((past + tokens,), new, chunk if passes > 1 else None, passes, past))
+    return GPUBatch(0, [request], BatchLayout(
+        (past + tokens,), new, chunk if passes > 1 else None, passes, past))
 
 
 @dataclass(frozen=True)
@@ -341,8 +340,8 @@ class BlockQueue:
         The last block may be partial.
         """
         continued = {request.key: ContinuedSequence(batch.index, sequence, len(request.generated))
-                   for batch in self._block for sequence, request in enumerate(batch.requests)
-                   if not request.finish_reason}
+                     for batch in self._block for sequence, request in enumerate(batch.requests)
+                     if not request.finish_reason}
         requests = [request for batch in self._block for request in batch.requests
                     if request.key in continued]
         fresh = [self._waiting.popleft()

@@ -129,9 +129,9 @@ def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequen
              device: Device, args: EngineArgs) -> np.ndarray:
     """Run a model in 16 bits. Return the mean squares of all matrices, concatenated in float32."""
     squares = _InputSquares()
-    source.weight_format = _MeasuringFormat(source.dtype, squares=squares,
-                                   names=frozenset(spec.name for spec in specs),
-                                   head=source.weights.head["lm_head"].name)
+    source.weight_format = _MeasuringFormat(
+        source.dtype, squares=squares, names=frozenset(spec.name for spec in specs),
+        head=source.weights.head["lm_head"].name)
     policy = Policy(_SEQUENCES_PER_BATCH, max(2, -(-len(sequences) // _SEQUENCES_PER_BATCH)),
                     weights=_placement(source, device, args),
                     overlap=args.policy.overlap, pin_weight=args.policy.pin_weight)

@@ -174,9 +174,9 @@ class CapturedLayers:
         if self._captures_attention:
             ropes = self._rope[batch]
             rope = ropes[rope_number] if ropes else None
-            self._workspace.cache.capture_token(cache_layer, batch, q, k, v, rope=rope,
-                                             sinks=attention_sinks(weights), out=out,
-                                             capture=calls)
+            self._workspace.cache.capture_token(
+                cache_layer, batch, q, k, v, rope=rope, sinks=attention_sinks(weights), out=out,
+                capture=calls)
         else:
             calls = CapturedCalls()
             operations = CapturingOperations(self._workspace.operations, calls)

@@ -294,7 +294,7 @@ class DecoderLayers:
                                          rope=rope, sinks=sinks)
 
     def _attend_shared_prompts(self, action: Action, spans: Sequence[PromptChunk], qkv,
-                     rope, sinks: torch.Tensor | None) -> torch.Tensor:
+                               rope, sinks: torch.Tensor | None) -> torch.Tensor:
         """Attend within prompts that several sequences share, and copy the cache to each sequence.
 
         A span may be a part of a prompt: the cache is copied when the whole prompt is computed.
@@ -334,7 +334,7 @@ class DecoderLayers:
     def _attend_between_captures(self, action: Action, x: torch.Tensor, *qkv: torch.Tensor
                                  ) -> torch.Tensor:
         """Attend between the two captured halves of a layer: see `CapturedLayers.run`."""
-        return self._finish_attention(action, x, self._start_attention_with(action, *qkv))
+        return self._finish_attention(action, x, self._start_attention(action, *qkv))
 
     def _finish_attention(self, action: Action, x: torch.Tensor, pending: PendingAttention
                           ) -> torch.Tensor:
@@ -365,18 +365,16 @@ class DecoderLayers:
             token=self._batches[action.batch].token(action.forward_pass),
             sinks=attention_sinks(weights))
 
-    def _start_attention(self, action: Action) -> PendingAttention:
-        """Compute queries, keys and values of new tokens, and start their attention."""
-        _, weights, x = self._operands(action)
-        return self._start_attention_with(
-            action, *self._family.attention_inputs(self._config, weights, x, self._operations))
+    def _start_attention(self, action: Action, *qkv: torch.Tensor) -> PendingAttention:
+        """Start the attention of new tokens; compute their queries, keys and values if not given.
 
-    def _start_attention_with(self, action: Action, *qkv: torch.Tensor) -> PendingAttention:
-        """Start the attention of given queries, keys and values, which are overwritten."""
+        The queries, keys and values are overwritten.
+        """
+        batch, weights, x = self._operands(action)
+        qkv = qkv or self._family.attention_inputs(self._config, weights, x, self._operations)
         return self._cache.attend_token(
             self._cache_layer(action), action.batch, *qkv, rope=self._rope_tables(action),
-            token=self._batches[action.batch].token(action.forward_pass),
-            sinks=attention_sinks(self._weights.get(action.unit)))
+            token=batch.token(action.forward_pass), sinks=attention_sinks(weights))
 
     def _finish_layer(self, action: Action, weights: Mapping[str, Weight],
                       x: torch.Tensor, attended: torch.Tensor, row: int = 0,

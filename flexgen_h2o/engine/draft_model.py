@@ -6,10 +6,9 @@ import os
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from flexgen_h2o.cache.layout import CacheSize, slots_of
 from flexgen_h2o.config.limits import DRAFT_CHUNK
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.engine.blocks import Request, next_turn
+from flexgen_h2o.engine.blocks import Request, batch_of_one
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler
 from flexgen_h2o.engine.speculation import Drafter, NgramDrafter
@@ -76,7 +75,7 @@ class ModelDrafter:
         if max(drafted.prompt) >= self._runner.config.vocab_size:
             return []
         self._runner.extend(
-            text.workspace, next_turn(drafted, max_drafts - 1, past=cached, chunk=DRAFT_CHUNK),
+            text.workspace, batch_of_one(drafted, max_drafts - 1, past=cached, chunk=DRAFT_CHUNK),
             GenerationSampler({request.key: GenerationRules(self._sampler, max_drafts)}))
         text.tokens = history + drafted.generated[:-1]
         # Either model may have padded its vocabulary.
@@ -84,9 +83,8 @@ class ModelDrafter:
 
     def _workspace(self) -> Workspace:
         """Return the memory of one text."""
-        layers = self._runner.config.num_layers
-        workspace = self._runner.workspace(WorkspaceSize(
-            CacheSize(1, 1, slots_of(self._layout.sizes, None, layers)), DRAFT_CHUNK))
+        workspace = self._runner.workspace(WorkspaceSize.of_one(
+            self._layout.sizes, None, self._runner.config.num_layers, rows=DRAFT_CHUNK))
         workspace.cache.begin([self._layout])
         return workspace
 

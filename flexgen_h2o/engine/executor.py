@@ -272,7 +272,7 @@ class Executor:
         request, layout = batch.requests[0], batch.layout
         sequences = sum(not batch.finished for batch in self._batches)
         max_drafts = min(self._draft_autotune.length(sequences), layout.draft_tokens,
-                   layout.limit(0) - len(request.generated))
+                         layout.limit(0) - len(request.generated))
         return drafter.draft(request, max_drafts) if max_drafts > 0 else []
 
     def _apply(self, batch: GPUBatch, forward_pass: int, row: int, values: torch.Tensor) -> None:

@@ -31,7 +31,6 @@ def load_counts(path: Path, layers: list[int], per_token: int) -> ExpertChoices 
 
     Parameters
     ----------
-    path : Path
     layers : list of int
         Experts of each decoder layer; 0 for a layer without experts.
     per_token : int

@@ -39,12 +39,7 @@ Group = list[tuple[ExpertKey, Mapping[str, Weight]]]
 
 
 class ChoiceCounter:
-    """Counts the experts that the tokens of a run choose, by layer.
-
-    Parameters
-    ----------
-    experts : ExpertsConfig
-    """
+    """Counts the experts that the tokens of a run choose, by layer."""
 
     def __init__(self, experts: ExpertsConfig):
         self._experts = experts
@@ -62,7 +57,7 @@ class ChoiceCounter:
         Parameters
         ----------
         layer : int
-            Decoder layer among those of this rank.
+            Decoder layer among the layers of this rank.
         ids : int64 Tensor [tokens, experts per token]
         counts : sequence of int
             Tokens of each expert that count.
@@ -134,8 +129,6 @@ class ExpertSlots:
     ----------
     weights : WeightStore
         Loaded.
-    transfers : Transfers
-    experts : ExpertsConfig
     tokens : int
         Sequences of a block.
     requested : int or None

@@ -53,8 +53,6 @@ class ExpertMatmuls:
 
     Parameters
     ----------
-    config : ModelConfig
-    operations : Operations
     options : WeightOptions
         Formats of the experts' matrices.
     """
@@ -142,12 +140,6 @@ class HostExperts:
 
     Jobs run one after the other on their own lane, so that one buffer for inputs and one for
     outputs suffice.
-
-    Parameters
-    ----------
-    config : ModelConfig
-    slots : ExpertSlots
-    transfers : Transfers
     """
 
     def __init__(self, config: ModelConfig, slots: ExpertSlots, transfers: Transfers):
@@ -211,11 +203,8 @@ class ExpertLayers:
 
     Parameters
     ----------
-    config : ModelConfig
-    slots : ExpertSlots
     operations : Operations
         Its buffers hold the inputs and sums of a block.
-    transfers : Transfers
     """
 
     def __init__(self, config: ModelConfig, slots: ExpertSlots, operations: Operations,
@@ -271,11 +260,11 @@ class ExpertLayers:
         first = before + row
         if layer != self._layer or self._computed:
             self._begin_layer(layer, rows, x)
-        place = slice(first, first + len(x))
+        routed = slice(first, first + len(x))
         ids, routing_weights = self._family.route(self._config, w, x, self._operations,
-                                                  out=self._inputs[place])
-        self._ids[place], self._routing_weights[place] = ids, routing_weights
-        self._routed = place
+                                                  out=self._inputs[routed])
+        self._ids[routed], self._routing_weights[routed] = ids, routing_weights
+        self._routed = routed
         counts = torch.bincount(ids.flatten(), minlength=len(self._counts)).tolist()
         self._counts = [total + new for total, new in zip(self._counts, counts, strict=True)]
         self._count_choices(layer, ids, counts, batch, prompt_starts)
@@ -313,8 +302,7 @@ class ExpertLayers:
         Parameters
         ----------
         w : mapping of str to Weight
-            Weights of the layer's second half: those of the shared expert and of the norm of the
-            output, if there are such.
+            Weights of the layer's MLP unit: of a shared expert, and of a norm of the output.
         x : Tensor [rows, hidden]
             Updated in place.
         """

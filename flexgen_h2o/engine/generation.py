@@ -254,11 +254,11 @@ class Engine:
         # The prefill samples the first token: one fewer is appended.
         new = {key: min(length, cut_gen_len or length) - 1 for key, length in lengths.items()}
         sampler = self.outputs.sampler(
-            dict(enumerate(params)), steps=cut_gen_len,
+            dict(enumerate(params)), max_tokens=cut_gen_len,
             on_token=None if on_text is None else self.outputs.text_callback(on_text))
         run = self._begin(requests, new, sampler, gen_len=max(lengths.values(), default=1))
-        self._control.send(Generate([request.prompt for request in requests], list(params),
-                                   cut_gen_len), run)
+        prompt_ids = [request.prompt for request in requests]
+        self._control.send(Generate(prompt_ids, list(params), cut_gen_len), run)
         return run
 
     def score(self, pairs: Sequence[tuple], on_logits: OnLogits | None = None) -> list[Scored]:
@@ -409,7 +409,7 @@ class Engine:
         def check() -> None:
             if spare is None:
                 self.memory.check_fits(policy, self._cache, workload,
-                                        loaded_bytes=run.runner.loaded_bytes)
+                                       loaded_bytes=run.runner.loaded_bytes)
 
         self._control.check_all_fit(check)  # other ranks may need a new one
         return run.runner.workspace(size) if spare is None else spare

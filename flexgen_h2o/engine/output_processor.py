@@ -44,7 +44,7 @@ class OutputProcessor:
         tokenizer = self._inputs.tokenizer
         return None if tokenizer is None else Detokenizer(tokenizer)
 
-    def sampler(self, params: Mapping[int, SamplingParams], *, steps: int | None = None,
+    def sampler(self, params: Mapping[int, SamplingParams], *, max_tokens: int | None = None,
                 on_token: Callable[[Request], None] | None = None) -> GenerationSampler:
         """Return the sampler of requests.
 
@@ -53,18 +53,18 @@ class OutputProcessor:
         params : mapping of int to SamplingParams
             Sampling parameters by request key. Requests that differ only in the seed are sampled
             together.
-        steps : int, optional
+        max_tokens : int, optional
             Maximum number of tokens to generate.
         on_token : callable, optional
             See `GenerationSampler`.
         """
         shared: dict[SamplingParams, GenerationRules] = {}
-        return GenerationSampler({key: self.rules(params_of_prompt, shared, steps=steps)
+        return GenerationSampler({key: self.rules(params_of_prompt, shared, max_tokens=max_tokens)
                                   for key, params_of_prompt in params.items()}, on_token=on_token)
 
     def rules(self, params: SamplingParams,
               shared: MutableMapping[SamplingParams, GenerationRules], *,
-              steps: int | None = None) -> GenerationRules:
+              max_tokens: int | None = None) -> GenerationRules:
         """Return the rules of a request: from `shared` if only the seed differs, or add them to it.
 
         See `sampler` for parameters and errors.
@@ -72,10 +72,10 @@ class OutputProcessor:
         unseeded = replace(params, seed=0)
         rules = shared.get(unseeded)
         if rules is None:
-            rules = shared[unseeded] = self._rules(unseeded, steps or params.max_new_tokens)
+            rules = shared[unseeded] = self._rules(unseeded, max_tokens or params.max_new_tokens)
         return rules
 
-    def _rules(self, params: SamplingParams, steps: int) -> GenerationRules:
+    def _rules(self, params: SamplingParams, max_tokens: int) -> GenerationRules:
         params = self._defaults.apply(params)
         if params.eos_token_id is None:
             self._warn_of_tokenizer_eos()
@@ -85,7 +85,7 @@ class OutputProcessor:
         grammar = params.structured_outputs
         masks = None if grammar is None else self._grammars.masks(grammar, ends)
         return GenerationRules(
-            Sampler(params, ends, masks), min(steps, params.max_new_tokens), frozenset(ends),
+            Sampler(params, ends, masks), min(max_tokens, params.max_new_tokens), frozenset(ends),
             self._stops(params.stop_strings), params.logprobs)
 
     @cached_property

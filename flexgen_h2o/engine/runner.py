@@ -9,14 +9,21 @@ from dataclasses import asdict, replace
 
 import torch
 
-from flexgen_h2o.cache.layout import CacheShape, CacheSize, evicting_layers, slots_of
+from flexgen_h2o.cache.layout import CacheShape, evicting_layers
 from flexgen_h2o.config.h2o import H2OConfig, select_layers
 from flexgen_h2o.config.layers import sum_choices
 from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.distributed.pipeline import Exchange, RankContext
 from flexgen_h2o.engine.args import EngineArgs, check_batch_invariant
-from flexgen_h2o.engine.blocks import BlockQueue, BlockSize, GPUBatch, OpenQueue, Request, next_turn
+from flexgen_h2o.engine.blocks import (
+    BlockQueue,
+    BlockSize,
+    GPUBatch,
+    OpenQueue,
+    Request,
+    batch_of_one,
+)
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.sampling import LogitsConsumer
@@ -204,12 +211,12 @@ class Runner:
                     ) -> RunStats:
         """Run prompts one by one, in their order, with another cache. Nothing is generated."""
         longest = max(len(request.prompt) for request in requests)
-        slots = slots_of({(longest, 0)}, None, self.cached_config.num_layers)
+        size = WorkspaceSize.of_one({(longest, 0)}, None, self.cached_config.num_layers,
+                                    rows=longest)
         stats = self.new_stats()
-        with closing(self.workspace(WorkspaceSize(CacheSize(1, 1, slots), longest), cache)
-                     ) as workspace:
+        with closing(self.workspace(size, cache)) as workspace:
             for request in requests:
-                batch = next_turn(request, 0, past=0, chunk=longest)
+                batch = batch_of_one(request, 0, past=0, chunk=longest)
                 stats = stats.merge(self.run_block(workspace, [batch], consumer))
         return stats
 

@@ -27,7 +27,6 @@ class SlotPolicy:
 
     Parameters
     ----------
-    slots : int
     layers : int
         Decoder layers up to the last one with experts.
     """

@@ -337,7 +337,7 @@ class WeightStore:
         start = 0
         for buffer in unit.fetched:
             weights.update(buffer.views(staging.device[start:], unit.specs, self._weight_format,
-                                      aligned=self._device.is_gpu))
+                                        aligned=self._device.is_gpu))
             start += round_up(buffer.nbytes, PAGE)
         return weights
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -166,6 +166,12 @@ class WorkspaceSize:
         cache = CacheSize(*queue.batches(), slots_of(queue.sizes, h2o, num_layers),
                           queue.longest if chunked else 0)
         return cls(cache, queue.rows())
+
+    @classmethod
+    def of_one(cls, sizes: Collection[tuple[int, int]], h2o: H2OConfig | None, num_layers: int, *,
+               rows: int) -> WorkspaceSize:
+        """Return the size for one sequence, of any of these pairs (prompt, new tokens)."""
+        return cls(CacheSize(1, 1, slots_of(sizes, h2o, num_layers)), rows)
 
     def covers(self, other: WorkspaceSize) -> bool:
         """Return True if a block of size `other` fits."""

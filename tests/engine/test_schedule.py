@@ -26,8 +26,8 @@ class ScheduleCase:
 
     def __post_init__(self):
         self.actions = list(schedule(self.passes, self.layers, self.batches, overlap=self.overlap,
-                                   attend_early_from=self.attend_early_from, sep_layer=self.sep,
-                                   keep_cache=self.keeps, no_ops=self.no_ops))
+                                     attend_early_from=self.attend_early_from, sep_layer=self.sep,
+                                     keep_cache=self.keeps, no_ops=self.no_ops))
         self.place = {action: index for index, action in enumerate(self.actions)}
         self.computes = [action for action in self.actions if action.op is Op.COMPUTE]
         self.units = num_units(self.layers, self.sep)
