@@ -23,7 +23,7 @@ from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.models.fields import Fields
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import RopeConfig, read_rope
-from flexgen_h2o.models.tensors import ModelWeights, TensorSpec, renamed
+from flexgen_h2o.models.tensors import ModelWeights, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +107,9 @@ class Decoder:
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """Return the names that a checkpoint may use for a tensor, the canonical one first."""
-        return renamed(name, self.prefixes)
+        others = (other + name[len(prefix):] for prefix, other in self.prefixes
+                  if name.startswith(prefix))
+        return (name, *dict.fromkeys(others))
 
     def weights(self, cfg: ModelConfig) -> ModelWeights:
         """Return the tensors of a model, by short names."""

@@ -120,9 +120,3 @@ class PartShapes:
     def vector_bytes(self, itemsize: int) -> int:
         """Return the bytes of all but the matrices, for a run whose dtype has `itemsize`."""
         return self.vectors * itemsize + self.float32 * 4
-
-
-def renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """Return `name`, and its variants with a (canonical, other) pair of prefixes swapped."""
-    others = (other + name[len(prefix):] for prefix, other in prefixes if name.startswith(prefix))
-    return (name, *dict.fromkeys(others))
