@@ -148,14 +148,10 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
                    ) -> list[Configuration]:
     """Return all caches to measure, the plain full cache first: the others are compared with it.
 
-    Parameters
-    ----------
-    budgets : iterable of float
-        Percent of the prompt. Recall, sparse values and variants of h2o are only measured at the
-        budgets of `VARIED` that are included; lower bit widths, also of the index, only at `USUAL`;
-        quantized weights also with the full cache.
-    only : iterable of str, optional
-        Members of `GROUPS` to measure in addition to the full cache. Default: all.
+    `budgets`: percent of the prompt. Recall, sparse values and variants of h2o are only measured at
+    the budgets of `VARIED` that are included; lower bit widths, also of the index, only at `USUAL`;
+    quantized weights also with the full cache. `only`: members of `GROUPS` to measure in addition
+    to the full cache. Default: all.
     """
     budgets = sorted(set(budgets))
     result = [Configuration("full", 100)]

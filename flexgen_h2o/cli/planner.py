@@ -104,14 +104,9 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
     Raises `UserError` if the model or the machine is not available, a text is too long for the
     model, or nothing fits.
 
-    Parameters
-    ----------
-    load : Workload
-        Lengths, and the batch sizes of a given policy.
-    prompts : int or None
-        Number of prompts; None: one block of synthetic prompts.
-    texts : sequence of str
-        The prompts, if they are texts. For this machine, the longest one is tokenized and checked.
+    `load`: lengths, and the batch sizes of a given policy. `prompts`: number of prompts; None: one
+    block of synthetic prompts. `texts`: the prompts, if they are texts. For this machine, the
+    longest one is tokenized and checked.
     """
     subject = (_this_machine(config, texts) if config.hardware is None
                else _other_machine(config, config.hardware))

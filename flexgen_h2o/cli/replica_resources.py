@@ -75,14 +75,8 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
 
     Raises `UserError` if the model cannot be loaded.
 
-    Parameters
-    ----------
-    arguments : mapping
-        Arguments of `LLM` by name, with `model`.
-    workload : Workload
-        The largest block.
-    has_gpu : bool
-        The replica computes on a GPU, with its own memory.
+    `arguments`: arguments of `LLM` by name, with `model`. `workload`: the largest block. `has_gpu`:
+    the replica computes on a GPU, with its own memory.
     """
     # Imported here since they load torch.
     from flexgen_h2o.engine.source import find_model

@@ -106,14 +106,9 @@ def request_flags(options: type, *, more: Collection[str] = (), without: Collect
                   **changes: Mapping[str, object]) -> list[Field]:
     """Return the fields of all flags of a command: its options, and the flags of `generate`.
 
-    Parameters
-    ----------
-    options : type
-        A subclass of `RequestOptions`.
-    more, without : collection of str
-        Flags of `generate` that the command has beside the shared ones, or has not.
-    **changes : mapping
-        Rules of `generate`'s flags that differ here.
+    `options`: a subclass of `RequestOptions`. `more` and `without`: flags of `generate` that the
+    command has beside the shared ones, or has not. `**changes`: rules of `generate`'s flags that
+    differ here.
     """
     specs = command_flags(
         options, groups=_SHARED_GROUPS, names={*_SHARED, *more}, without={*UNSUPPORTED, *without},

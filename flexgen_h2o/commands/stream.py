@@ -258,14 +258,8 @@ def answer(stream: StreamingSession, turns: Iterable[Turn],
            sampling: dict[str, Any]) -> Iterator[Answer]:
     """Yield the answer to each turn, one after the other, all in one stream.
 
-    Parameters
-    ----------
-    encode : callable
-        Returns the prompt of a turn's text.
-    streamer : Streamer or None
-        Gets tokens as they come.
-    sampling : dict
-        Fields of `SamplingParams`.
+    `encode`: returns the prompt of a turn's text. `streamer`: gets tokens as they come. `sampling`:
+    fields of `SamplingParams`.
     """
     for turn in turns:
         position = stream.tokens

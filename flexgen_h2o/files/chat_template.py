@@ -46,14 +46,8 @@ class ChatRenderer:
 
     Raises `UserError` if there is no tokenizer or no template.
 
-    Parameters
-    ----------
-    tokenizer
-        A transformers tokenizer.
-    template : str, optional
-        A template instead of the tokenizer's.
-    seconds : float
-        Time limit of one chat.
+    `tokenizer`: a transformers tokenizer. `template`: a template instead of the tokenizer's.
+    `seconds`: time limit of one chat.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, *, seconds: float = SECONDS):

@@ -207,14 +207,8 @@ def _check_header(file: io.IOBase, path: str | os.PathLike, columns: Sequence[st
 class SettingsFile:
     """The settings of a file of results, in `path`.config.yaml.
 
-    Parameters
-    ----------
-    flag, path : str
-        The flag of the file of results, for messages, and the file.
-    settings : mapping
-        Plain YAML values.
-    deciding : sequence of str
-        Names of settings that must be equal to continue the file.
+    `flag` and `path`: the flag of the file of results, for messages, and the file. `settings`:
+    plain YAML values. `deciding`: names of settings that must be equal to continue the file.
     """
 
     def __init__(self, flag: str, path: str, settings: Mapping[str, object],

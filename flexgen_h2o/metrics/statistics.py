@@ -11,14 +11,8 @@ def bootstrap_interval(differences: Sequence[float], tokens: Sequence[int], *, d
                        seed: int = 0) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of the mean difference per token, resampling articles.
 
-    Parameters
-    ----------
-    differences : sequence of float
-        Sum over the tokens of each article, in nats.
-    tokens : sequence of int
-        Tokens of each article.
-    draws : int
-        Number of resamples.
+    `differences`: sum over the tokens of each article, in nats. `tokens`: tokens of each article.
+    `draws`: number of resamples.
     """
     sums, counts = np.asarray(differences, float), np.asarray(tokens, float)
     picks = np.random.default_rng(seed).integers(len(sums), size=(draws, len(sums)))

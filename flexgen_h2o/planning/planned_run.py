@@ -103,14 +103,9 @@ class ExpertUse:
         Slots hold the most recently used experts: the working set (Denning, 1968) of
         earlier passes or texts.
 
-        Parameters
-        ----------
-        tokens : float
-            Tokens of each sequence in the pass: 1 in decode steps, more in a prefill.
-        first : float
-            Only experts from this quantile by frequency on are counted.
-        num_kept : float
-            Experts per layer that slots hold.
+        `tokens`: tokens of each sequence in the pass: 1 in decode steps, more in a prefill.
+        `first`: only experts from this quantile by frequency on are counted. `num_kept`: experts
+        per layer that slots hold.
         """
         new = sequences * self.independent(tokens)
         if num_kept <= 0:

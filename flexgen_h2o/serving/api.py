@@ -44,14 +44,8 @@ _log = logging.getLogger(__name__)
 class Api:
     """The endpoints of a server.
 
-    Parameters
-    ----------
-    defaults : Defaults
-        Values of fields that live requests do not give, and the names of the model.
-    model : str
-        Name of the model in answers.
-    max_file : int
-        Maximum bytes of an uploaded file.
+    `defaults`: values of fields that live requests do not give, and the names of the model.
+    `model`: name of the model in answers. `max_file`: maximum bytes of an uploaded file.
     """
 
     def __init__(self, store: Store, scheduler: Scheduler, tokenizer: RequestTokenizer,

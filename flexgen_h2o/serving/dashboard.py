@@ -44,14 +44,8 @@ _HEADERS = {
 class Dashboard:
     """The page at ``/``, its files, and its events.
 
-    Parameters
-    ----------
-    model : str
-        Name of the model.
-    plan : sequence of str
-        Sentences about the policy.
-    memory : mapping of str to int
-        Planned bytes on each tier.
+    `model`: name of the model. `plan`: sentences about the policy. `memory`: planned bytes on each
+    tier.
     """
 
     def __init__(self, store: Store, scheduler: Scheduler, *, model: str, plan: Sequence[str],

@@ -233,14 +233,8 @@ class Store:
              ) -> tuple[list[_Record], bool]:
         """Return files or batches by the time of their creation, and whether there are more.
 
-        Parameters
-        ----------
-        after : str, optional
-            Begin after the record with this id. Raises `KeyError` if there is none.
-        limit : int, optional
-            Maximum number of records.
-        purpose : str, optional
-            Only files with this purpose.
+        `after`: begin after the record with this id. Raises `KeyError` if there is none. `limit`:
+        maximum number of records. `purpose`: only files with this purpose.
         """
         conditions: list[str] = []
         values: list[Any] = []

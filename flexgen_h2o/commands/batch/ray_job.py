@@ -177,14 +177,8 @@ def _error_table(error: UserError) -> pyarrow.Table:
 class JobReplica(Replica):
     """Replica that answers windows of requests.
 
-    Parameters
-    ----------
-    run : RunConfig
-        Configuration of the replica's model.
-    path : str
-        Path of the input, for messages.
-    threads : int
-        Threads that compute.
+    `run`: configuration of the replica's model. `path`: path of the input, for messages. `threads`:
+    threads that compute.
     """
 
     def __init__(self, options: BatchOptions, run: RunConfig, path: str, threads: int):
