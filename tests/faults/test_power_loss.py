@@ -204,34 +204,44 @@ CASES = {"results": ResultsCase, "store": StoreCase, "conversion": ConversionCas
          "atomic file": AtomicCase}
 
 
-def record(case: str, source: str, folder: str) -> None:
-    """In a process with the shim: run a job and log its changes."""
-    shim, root = Shim(), Path(folder)
-    log = os.open(root.with_name("log"), os.O_WRONLY | os.O_CREAT)
-    work = CASES[case](Path(source))
-    shim.watch(root)
-    shim.log(log)
-    work.run(root, shim.mark)
-    shim.log(-1)
-    shim.watch(None)
+def record(folder: str) -> None:
+    """In a process with the shim: run the jobs of all cases and log their changes."""
+    shim = Shim()
+    for case, job in CASES.items():
+        source, root, log = (Path(folder, case, name) for name in ("source", "job", "log"))
+        file = os.open(log, os.O_WRONLY | os.O_CREAT)
+        work = job(source)
+        shim.watch(root)
+        shim.log(file)
+        work.run(root, shim.mark)
+        shim.log(-1)
+        shim.watch(None)
+
+
+@pytest.fixture(scope="module")
+def recorded(shim, words_model, tmp_path_factory) -> Path:
+    """A folder for each case: source and job have its files, and log its changes."""
+    folder = tmp_path_factory.mktemp("recorded")
+    for case in CASES:
+        (folder / case / "job").mkdir(parents=True)
+        shutil.copytree(words_model, folder / case / "source" / "words")
+    tests, repository = Path(__file__).parents[1], Path(__file__).parents[2]
+    subprocess.run(
+        [sys.executable, "-c", "import sys, test_power_loss; test_power_loss.record(sys.argv[1])",
+         str(folder)], check=True,
+        env=environment(repository, tests, tests / "faults", LD_PRELOAD=str(shim),
+                        OMP_NUM_THREADS="1"))
+    return folder
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_power_loss_loses_nothing_acknowledged(shim, words_model, tmp_path, case):
+def test_a_power_loss_loses_nothing_acknowledged(recorded, tmp_path, case):
     """After each change of each job, for unsynchronized pages that are dropped or reordered."""
-    source, root = tmp_path / "source", tmp_path / "job"
-    for folder in (source, root):
-        folder.mkdir()
-    shutil.copytree(words_model, source / "words")
-    here, repository = Path(__file__).parent, Path(__file__).parents[2]
-    subprocess.run(
-        [sys.executable, "-c", "import sys, test_power_loss; test_power_loss.record(*sys.argv[1:])",
-         case, str(source), str(root)], check=True,
-        env=environment(repository, here.parent, here, LD_PRELOAD=str(shim), OMP_NUM_THREADS="1"))
-    work, changes = CASES[case](source), read_log(tmp_path / "log")
+    folder = recorded / case
+    work, changes = CASES[case](folder / "source"), read_log(folder / "log")
     assert sum(change.operation == "write" for change in changes) > 1
     target, step = tmp_path / "after", 1 if selection.every_case else 7
-    for place, (disk, draw, share) in enumerate(losses(changes, root)):
+    for place, (disk, draw, share) in enumerate(losses(changes, folder / "job")):
         if place % step == 0:
             disk.write_after_loss(target, draw, share)
             work.check(target, disk.marks)

@@ -293,9 +293,9 @@ def test_a_block_gets_fewer_slots_where_memory_is_short(hardware):
     """So that an expert comes once for all sequences, and not once for each small block."""
     memory = MemoryLimits(3 * 10**9 if hardware.has_gpu else None, 3 * 10**9, 10**12)
 
-    def best(**given):
-        request = PlanRequest(model=QWEN, policy=Policy(**given), prompt_len=64, gen_len=64,
-                              itemsize=2, prompts=32)
+    def best(policy=None, **sizes):
+        request = PlanRequest(model=QWEN, policy=policy or Policy(), prompt_len=64, gen_len=64,
+                              itemsize=2, prompts=32, **sizes)
         return search(hardware, request, memory)[0].run
 
     run = best()
@@ -305,7 +305,8 @@ def test_a_block_gets_fewer_slots_where_memory_is_short(hardware):
     more = replace(run, policy=replace(run.policy, experts=Placement(0, 0, 100),
                                        weights=Placement(0, 0, 100), expert_slots=usual))
     assert MemoryPlan(more).shortfalls(memory), "the usual slots do not fit"
-    assert best(expert_slots=usual // 8).policy.expert_slots == usual // 8, "as it was given"
+    given = best(Policy(expert_slots=usual // 8), gpu_batch_size=32, num_gpu_batches=1)
+    assert given.policy.expert_slots == usual // 8
 
 
 @pytest.mark.parametrize("hardware", [GPU, CPU])

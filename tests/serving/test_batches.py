@@ -153,7 +153,7 @@ def test_an_expired_batch_has_errors(served, monkeypatch):
 
 def test_a_young_batch_does_not_wait_for_an_old_one(words_model, tmp_path):
     with serving(flags(words_model, tmp_path, "--gpu-batch-size", "2")) as served:
-        old = served.batch(greedy(400, max_tokens=16, ignore_eos=True))
+        old = served.batch(greedy(150, max_tokens=16, ignore_eos=True))
         served.wait(old.id, "in_progress")
         young = served.wait(served.batch(greedy(3)).id)
         assert young.status == "completed"
