@@ -374,16 +374,17 @@ def unpack_slots(packed: Tensor, layout: CacheLayout | None) -> Tensor:
     return reference.unpack_slots(packed, layout, dequantize=dequantize_groups)
 
 
-def linear_implementation(x: Tensor, weight: Tensor) -> str:
-    """Return the implementation of a matmul of x [rows, inputs] and a weight [outputs, inputs].
+def linear_kernel(x: Tensor, weight: Tensor) -> Callable[..., None] | None:
+    """Return the C++ matmul for x [rows, inputs] and a weight [outputs, inputs].
 
-    It is the one that `dispatch` prefers: "pytorch", or the function ``linear_<name>`` of `native`.
+    None: PyTorch's matmul is to be used, because `dispatch` prefers it or C++ does not apply.
     """
     dtypes = (torch.bfloat16, torch.float16) + dispatch.is_batch_invariant() * (torch.float32,)
     if (x.dtype not in dtypes or weight.dtype != x.dtype or not x.is_cpu
             or not x.stride(1) == weight.stride(1) == 1 or uses_reference("cpu")):
-        return "pytorch"
-    return dispatch.select_implementation("linear", len(x), x.dtype)
+        return None
+    name = dispatch.select_implementation("linear", len(x), x.dtype)
+    return None if name == "pytorch" else getattr(native, f"linear_{name}")
 
 
 def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = False,

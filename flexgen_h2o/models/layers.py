@@ -115,8 +115,7 @@ def _native_matmul(x: Tensor, weight: Tensor | QuantizedMatrix) -> Callable[...,
     """Return the matmul of the C++ library; None if PyTorch's is to be used."""
     if isinstance(weight, QuantizedMatrix):
         return ops.linear_quantized
-    name = ops.linear_implementation(x, weight)
-    return None if name == "pytorch" else getattr(native, f"linear_{name}")
+    return ops.linear_kernel(x, weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
@@ -335,11 +334,10 @@ class CapturingOperations(Operations):
             else:
                 self._capture.append(partial(ops.linear_quantized, x, weight, bias, out, add=add))
             return True
-        name = ops.linear_implementation(x, weight)
-        if name == "pytorch":
+        kernel = ops.linear_kernel(x, weight)
+        if kernel is None:
             return False
-        function = getattr(native, f"linear_{name}")
-        function(x, weight, bias, out, add, capture=self._capture)
+        kernel(x, weight, bias, out, add, capture=self._capture)
         return True
 
     def layer_norm(self, x, weight, bias, *, eps, out=None):
