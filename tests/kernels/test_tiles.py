@@ -17,13 +17,13 @@ SIZES = [(16, 16, 16), (1, 16, 16), (16, 1, 16), (16, 16, 1), (3, 7, 5), (9, 16,
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """tests/helpers/tile_products.cpp by instruction set, of those that this machine runs."""
+    """tests/helpers/tile_matmuls.cpp by instruction set, of those that this machine runs."""
     folder, compiled = tmp_path_factory.mktemp("tiles"), {}
     for isa in set(SETS) & {"amx", "amx_emulated"}:
         compiled[isa] = folder / isa
         subprocess.run(["g++", *packaging()["FLAGS"], *packaging()["INSTRUCTION_SETS"][isa],
                         f"-DISA={isa}", f"-I{ROOT / packaging()['CPP_FOLDER']}",
-                        ROOT / "tests/helpers/tile_products.cpp", "-o", compiled[isa]], check=True)
+                        ROOT / "tests/helpers/tile_matmuls.cpp", "-o", compiled[isa]], check=True)
     return compiled or pytest.skip("needs a CPU with AVX2")
 
 

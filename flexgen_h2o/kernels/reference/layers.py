@@ -96,7 +96,7 @@ def route(x, router, bias=None, correction=None, *, per_token, config):
     bias : Tensor [experts], optional
         Added to the logits.
     correction : Tensor [experts] or [1, experts], optional
-        Added to the scores for the choice alone (arXiv 2408.15664).
+        Added to the scores for the selection only (arXiv 2408.15664).
     per_token : int
         Experts per row.
     config : RouterConfig
@@ -111,21 +111,21 @@ def route(x, router, bias=None, correction=None, *, per_token, config):
         return _sparsemixer(logits, per_token, config.jitter)
     scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(-1)
     # Different logits may have equal scores, because these are rounded.
-    choice = logits if config.groups == 1 and correction is None else scores
+    scores_for_choice = logits if config.groups == 1 and correction is None else scores
     if correction is not None:
-        choice = scores + correction.float()
+        scores_for_choice = scores + correction.float()
     if config.groups > 1:
-        choice = _best_groups(choice, config)
-    ids = choice.argsort(dim=-1, descending=True, stable=True)[:, :per_token]
+        scores_for_choice = _best_groups(scores_for_choice, config)
+    ids = scores_for_choice.argsort(dim=-1, descending=True, stable=True)[:, :per_token]
     routing_weights = scores.gather(-1, ids)
     if config.normalize:
         routing_weights /= routing_weights.sum(-1, keepdim=True).clamp(min=config.min_sum)
     return ids, routing_weights if config.scale == 1.0 else routing_weights * config.scale
 
 
-def _best_groups(choice, config):
+def _best_groups(scores, config):
     """Return scores [rows, experts] with -inf outside of each row's best groups."""
-    grouped = choice.unflatten(-1, (config.groups, -1))
+    grouped = scores.unflatten(-1, (config.groups, -1))
     best = grouped.topk(min(config.group_experts, grouped.shape[-1]), dim=-1)[0].sum(-1)
     ranks = best.argsort(dim=-1, descending=True, stable=True)
     outside = torch.ones_like(best, dtype=torch.bool)

@@ -1,4 +1,4 @@
-// One product of tiles of bfloat16, as amx.h does it: reads A, B and C (rows, pairs and columns
+// One matmul of tiles of bfloat16, as amx.h computes it: reads A, B and C (rows, pairs and columns
 // first, as bytes on the standard input), writes what C is then.
 #include <cstdio>
 #include <initializer_list>
