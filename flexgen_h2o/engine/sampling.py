@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.blocks import GPUBatch, Request
@@ -17,6 +18,8 @@ from flexgen_h2o.errors import NonFiniteLogits, UserError
 from flexgen_h2o.kernels.torch_ops import argmax, to_host
 from flexgen_h2o.models.registry import retry_imports
 from flexgen_h2o.outputs import TokenLogProb
+
+_NOISE_BLOCK = 256  # tokens, about the square root of a vocabulary
 
 
 class Sampler:
@@ -94,14 +97,33 @@ class Sampler:
         if not self._params.do_sample:
             return _checked(*argmax(logits), raw, requests)
         probabilities = _processed(self._warpers, logits.float()).softmax(-1)
-        cumulative = probabilities.cumsum(-1)
-        draws = torch.tensor([self._draw(request) for request in requests])
-        # Inverse transform; scaled by the last sum, which rounding keeps from being exactly 1.
-        points = draws[:, None].to(cumulative) * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, points, right=True)[:, 0]
-        last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(-1)
-        chosen, sums = to_host(torch.minimum(tokens, last), cumulative[:, -1])
-        return _checked(chosen, sums, raw, requests)
+        return _checked(*self._draw(probabilities, requests), raw, requests)
+
+    def _draw(self, probabilities: torch.Tensor, requests: Sequence[Request]
+              ) -> tuple[list[int], list[float]]:
+        """Return a token of each row [vocab] and the sum of its probabilities.
+
+        The token of the largest p / e wins, with exponential noise e: first among the sums of
+        blocks of tokens, then within the block. So rounding errors of probabilities matter only if
+        the best two are about equal. With one draw among cumulative sums they move the bounds of
+        all tokens, and that of an unlikely token is soon crossed.
+        """
+        count, vocab = probabilities.shape
+        blocks = pad(probabilities, (0, -vocab % _NOISE_BLOCK)).view(count, -1, _NOISE_BLOCK)
+        sums = blocks.sum(-1)
+        noise = torch.stack([self._noise(request, sums.shape[1] + _NOISE_BLOCK)
+                             for request in requests]).to(sums.device)
+        block = (sums / noise[:, _NOISE_BLOCK:]).argmax(-1)
+        inside = blocks[torch.arange(count, device=block.device), block]
+        tokens = block * _NOISE_BLOCK + (inside / noise[:, :_NOISE_BLOCK]).argmax(-1)
+        return to_host(tokens, sums.sum(-1))
+
+    def _noise(self, request: Request, count: int) -> torch.Tensor:
+        if request.key not in self._generators:
+            self._generators[request.key] = torch.Generator().manual_seed(request.seed)
+        # In float64: the noise of unlikely tokens that win is close to 0.
+        return torch.empty(count, dtype=torch.float64).exponential_(
+            generator=self._generators[request.key])
 
     def forget(self, request: Request) -> None:
         """Drop the random numbers and the parser of a request that ends or begins again."""
@@ -123,11 +145,6 @@ class Sampler:
         tokens, counts = torch.tensor(generated, dtype=torch.int64).unique(return_counts=True)
         cost = self._params.presence_penalty + self._params.frequency_penalty * counts
         return logits.index_add(0, tokens.to(logits.device), -cost.to(logits))
-
-    def _draw(self, request: Request) -> float:
-        if request.key not in self._generators:
-            self._generators[request.key] = torch.Generator().manual_seed(request.seed)
-        return torch.rand((), generator=self._generators[request.key], dtype=torch.float64).item()
 
 
 @retry_imports

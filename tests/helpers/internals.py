@@ -308,11 +308,6 @@ def quantize_in_a_new_way(monkeypatch) -> None:
     monkeypatch.setattr(quantized, "_VERSION", quantized._VERSION + 1)
 
 
-def draw_at(monkeypatch, choose, point: float) -> None:
-    """Let a sampler draw this number, from 0 to 1, for each request."""
-    monkeypatch.setattr(choose, "_draw", lambda key: point)
-
-
 def plan_with(llm, change) -> None:
     """Let an `LLM` plan with the limits that ``change(workload, limits)`` makes of what is free."""
     plan = llm._memory.plan
