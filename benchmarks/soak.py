@@ -61,7 +61,7 @@ MOST_DESCRIPTORS = 8
 """Descriptors by which a used server may exceed a fresh one, both idle: files of tiers on disk are
 opened when they are first used."""
 SHORTEST_TREND = 900.0  # seconds that the growth is computed from
-FULL_DISK = ("No space left", "is full", "database or disk is full", "has only", "free some")
+FULL_DISK = ("No space left", "is full", "has only", "free some", "does not fit. disk space")
 HOG = """
 import random, sys, time
 draw = random.Random(int(sys.argv[2]))
