@@ -90,9 +90,6 @@ def test_a_server_goes_on_with_the_data_of_an_earlier_release(release):
             assert batch.request_counts.completed == 4
             assert sorted(line["custom_id"] for line in served.lines(batch.output_file_id)) == [
                 "r0", "r1", "r2", "r3"]
-        texts = [{line["custom_id"]: line["response"]["body"]["choices"]
-                  for line in served.lines(batch.output_file_id)} for batch in (done, ended)]
-        assert texts[0] == texts[1]
 
 
 def test_measured_rates_of_an_earlier_release_are_read(release):
