@@ -92,7 +92,7 @@ def _check_sized(flags: RunFlags, size_flags: list[str]) -> None:
 
 
 def _eviction_flags(flags: RunFlags) -> list[str]:
-    """Return the given flags that only eviction uses, except those of the budget."""
+    """Return the given flags that only eviction uses, without the budget flags."""
     given = {
         f"--eviction {flags.eviction}": flags.eviction in _WINDOWS,
         "--score": flags.score != "sum",

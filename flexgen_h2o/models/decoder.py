@@ -135,7 +135,7 @@ class Decoder:
         return move_last(specs, "out") if cfg.parallel_residual else specs
 
     def layer_norm_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
-        """Return the norms of one layer, but for those of queries and keys."""
+        """Return the norms of one layer, without query and key norms."""
         return {short: spec for norm, name in self.norms.items() for short, spec in norm_specs(
             norm, f"{prefix}{name}", cfg.hidden_size, self.norm_bias).items()}
 

@@ -43,7 +43,7 @@ class Fields:
     values : mapping
         The content of config.json.
     defaults : mapping
-        The values that transformers assumes for missing keys; others are those of `LLAMA`.
+        transformers' defaults for missing keys, where they differ from `LLAMA`.
     family : str
         A module of `families`.
     """

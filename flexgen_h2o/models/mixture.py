@@ -132,7 +132,7 @@ class MixtureDecoder(Decoder):
         return tuple(dict.fromkeys((*super().aliases(name), *super().aliases(other))))
 
     def views(self, cfg: ModelConfig) -> dict[str, Sequence[View]]:
-        """Return the views of experts' matrices, in checkpoints that stack those of a layer."""
+        """Return the views of the experts, for checkpoints that stack all experts of a layer."""
         from flexgen_h2o.models.checkpoint import View  # here, because it imports torch
 
         views: dict[str, Sequence[View]] = {}

@@ -218,7 +218,7 @@ class PlacementSolver:
     def _solve_lp(self, free: np.ndarray, cache_tier: str | None = None) -> np.ndarray | None:
         """Return the shares of least time that take at most `free` bytes [tiers]; None if none do.
 
-        The variables are the shares and the seconds of each unit, which are at least those of
+        The variables are the shares and the seconds of each unit. A unit takes at least as long as
         each of its lanes. The whole cache is on `cache_tier`, if given.
         """
         bytes_of = self._bytes_by_term

@@ -147,7 +147,7 @@ def test_gpu_kernels_are_checked_before_they_are_timed(monkeypatch):
 
 @pytest.mark.full
 def test_listed_gpu_kernels_are_those_that_compile(tmp_path):
-    """In a process of its own: this one's kernels are the interpreter's."""
+    """In a subprocess, because this process interprets Triton kernels."""
     pytest.importorskip("triton")
     path, text = tmp_path / "gpu_static.csv", (RESULTS / "gpu_static.csv").read_text()
     path.write_text(text.replace(text.splitlines(keepends=True)[1], ""))
