@@ -46,8 +46,8 @@ from flexgen_h2o.kernels.cpu.wait_policy import OpenMPWaitPolicy
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.models.sources import checkpoint_folder
-from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.links import disk_read_rate
+from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.tiers import Device
 from flexgen_h2o.storage.transfer import Transfers
 

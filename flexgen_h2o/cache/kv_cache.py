@@ -41,8 +41,8 @@ from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
 from flexgen_h2o.kernels.cpu import library as cpu_library
-from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
+from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.transfer import Transfers
 
 

@@ -22,8 +22,8 @@ from flexgen_h2o.config.layers import RecurrentConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.storage.buffer_ring import StagingBuffer
-from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
+from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.transfer import Transfers
 
 Rule = Callable[..., Tensor]

@@ -28,8 +28,9 @@ from flexgen_h2o.kernels.matrix import Matrix
 from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.models.tensors import TensorSpec
-from flexgen_h2o.storage.disk import AlignedRead, Checksums, Extent, RunFolder, plan_reads
+from flexgen_h2o.storage.disk import AlignedRead, Checksums, Extent, plan_reads
 from flexgen_h2o.storage.offload_dirs import StripedFile
+from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import Transfers
 

@@ -32,7 +32,6 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix, ShardedMatrix
 from flexgen_h2o.models.tensors import ModelWeights, TensorSpec
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
-from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import (
     assign,
     compute_tiers,
@@ -41,6 +40,7 @@ from flexgen_h2o.storage.placement import (
     place_first,
     pool_experts,
 )
+from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.tiers import PAGE, Arena, Device, round_up
 from flexgen_h2o.storage.transfer import H2D, Lane, Transfers
 

@@ -16,7 +16,7 @@ from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.engine import decoder as decoder_layers
 from flexgen_h2o.models import decoder
 from flexgen_h2o.storage import placement
-from flexgen_h2o.storage.disk import RUN_PREFIX
+from flexgen_h2o.storage.run_folder import RUN_PREFIX
 
 DISK, MIXED = Placement(0, 0, 100), Placement(30, 30, 40)
 

@@ -38,7 +38,8 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.engine.sampling import GenerationSampler
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.storage.disk import RUN_PREFIX, WORKERS, Disk
+from flexgen_h2o.storage.disk import WORKERS, Disk
+from flexgen_h2o.storage.run_folder import RUN_PREFIX
 from flexgen_h2o.storage.tiers import PAGE, Pages
 from flexgen_h2o.storage.transfer import LANES
 
@@ -573,9 +574,9 @@ def test_read_only_home_and_limited_file_size(run_child, case):
 
 QUANTIZE, PREFILL, DECODE = (f"kernels.ops:{name}" for name in (
     "quantize_matrix", "prefill_attention", "decode_attention"))
-REMOVE = "storage.disk:shutil.rmtree"
+REMOVE = "storage.run_folder:shutil.rmtree"
 CLEANING = ("llm:LLM.close", "engine.workspace:Workspace.close", "storage.transfer:Transfers.close",
-            "storage.disk:_remove_folder", REMOVE)
+            "storage.run_folder:_remove_folder", REMOVE)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DISK = ["--percent", "0", "0", "0", "0"]
 ANEW = ["--weight-bits", "4", "--no-weight-cache"]
@@ -590,7 +591,7 @@ PHASES = {
     "decode": ([DECODE] * 9, DISK),
     "decode, by SIGTERM": ([DECODE] * 9, DISK, signal.SIGTERM),
     "decode, by SIGHUP": ([DECODE] * 9, DISK, signal.SIGHUP),
-    "making the run folder": (["storage.disk:fcntl.flock"] * 2, DISK),
+    "making the run folder": (["storage.run_folder:fcntl.flock"] * 2, DISK),
     "removing the run folder": ([REMOVE], DISK, signal.SIGTERM),
     "decode, at a read": ([DECODE] * 9 + [READ], KEPT + DISK),
 }

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.storage.disk import RUN_PREFIX, RunFolder
+from flexgen_h2o.storage.run_folder import RUN_PREFIX, RunFolder
 from helpers.tiny_models import make_tiny
 from helpers.tiny_tokenizers import with_words
 

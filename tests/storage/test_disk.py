@@ -27,16 +27,9 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.storage import disk as disk_module
 from flexgen_h2o.storage import offload_dirs
-from flexgen_h2o.storage.disk import (
-    READ,
-    RUN_PREFIX,
-    AlignedRead,
-    Disk,
-    Extent,
-    RunFolder,
-    plan_reads,
-)
+from flexgen_h2o.storage.disk import READ, AlignedRead, Disk, Extent, plan_reads
 from flexgen_h2o.storage.offload_dirs import OffloadDirs
+from flexgen_h2o.storage.run_folder import RUN_PREFIX, RunFolder
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up
 from flexgen_h2o.storage.transfer import ATTENTION, Transfers
 
@@ -281,7 +274,7 @@ def test_files_of_killed_runs_are_removed(tmp_path):
 
 @pytest.mark.full
 def test_unclosed_run_folder_is_removed_at_exit(tmp_path):
-    code = ("from flexgen_h2o.storage.disk import RunFolder;"
+    code = ("from flexgen_h2o.storage.run_folder import RunFolder;"
             f"folder = RunFolder({str(tmp_path)!r}); folder.file('a.bin', 9)")
     subprocess.run([sys.executable, "-c", code], check=True)
     assert list(tmp_path.iterdir()) == []

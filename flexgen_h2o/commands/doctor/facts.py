@@ -227,9 +227,9 @@ class DiskFacts:
 
 def disk(offload_dir: str, nbytes: int = SAMPLE) -> DiskFacts:
     """Measure the disk that runs write to, with a temporary file of `nbytes`."""
-    from flexgen_h2o.storage.disk import RunFolder
     from flexgen_h2o.storage.free_memory import nearest_folder
     from flexgen_h2o.storage.links import disk_read_rate, disk_write_rate
+    from flexgen_h2o.storage.run_folder import RunFolder
 
     facts = DiskFacts(offload_dir)
     try:
