@@ -34,13 +34,13 @@ def test_transfers_of_several_threads(tmp_path, seed):
         source, target = device.host_empty(nbytes), device.host_empty(nbytes)
         for value in range(rounds):
             source.fill_(value + 16 * number)
-            written = transfers.submit("stores", lambda lane: lane.disk.write(extent, source))
+            written = transfers.submit("stores", lambda queue: queue.disk.write(extent, source))
 
-            def load(lane, written=written):
+            def load(queue, written=written):
                 written.synchronize()
-                lane.disk.read([read], target)
+                queue.disk.read([read], target)
                 transfers.submit(draw.choice(["experts", "recalls"]),
-                                 lambda lane: inner.append(number))
+                                 lambda queue: inner.append(number))
 
             loaded = transfers.submit(draw.choice(["loads", "weights"]), load)
             if draw.random() < 0.3:

@@ -14,7 +14,7 @@ from flexgen_h2o.cache.layout import CacheShape
 from flexgen_h2o.cache.tiers import CacheTier, gather_slots
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.tiers import typed
-from flexgen_h2o.storage.transfer import ATTENTION, D2H, H2D, Handle, Lane, Transfers
+from flexgen_h2o.storage.transfer import ATTENTION, D2H, H2D, Handle, TransferQueue, Transfers
 
 
 @dataclass
@@ -43,8 +43,8 @@ class PendingAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-class HostAttentionQueue:
-    """Attention on the host for compute on a GPU: jobs on their own lane.
+class HostAttention:
+    """Attention on the host for compute on a GPU: jobs on their own queue.
 
     Jobs run one after the other, and each waits for the copies of the one before. One buffer for
     inputs and one for outputs are enough.
@@ -95,15 +95,15 @@ class HostAttentionQueue:
         packed = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
 
-        def job(lane: Lane) -> None:
+        def job(queue: TransferQueue) -> None:
             inputs, outputs = self._host_buffers(packed, out)
-            lane.copy(inputs, packed, D2H)
-            lane.flush()
+            queue.copy(inputs, packed, D2H)
+            queue.flush()
             split = inputs.split([shape.numel() for shape in shapes], dim=1)
             rows = (x.unflatten(1, shape) for x, shape in zip(split, shapes, strict=True))
-            with self._transfers.host_span("attention", "cpu attention"):
+            with self._transfers.trace.span("attention", "cpu attention"):
                 outputs.copy_(attend(*rows)[0])
-            lane.copy(out, outputs, H2D)
+            queue.copy(out, outputs, H2D)
 
         mark = self._transfers.device.record_event()
         self._latest = self._transfers.submit(ATTENTION, job, after=(mark,))

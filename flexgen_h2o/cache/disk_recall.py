@@ -28,7 +28,7 @@ from flexgen_h2o.storage.buffer_ring import StagingBuffer
 from flexgen_h2o.storage.disk import CHUNK, AlignedRead, Extent
 from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
-from flexgen_h2o.storage.transfer import RECALLS, Handle, Lane, Transfers
+from flexgen_h2o.storage.transfer import RECALLS, Handle, TransferQueue, Transfers
 
 
 def page_layout(slot_layout: SlotLayout, slots: int) -> PageLayout:
@@ -183,7 +183,7 @@ class DiskRecallTier(FetchedTier):
         store.slots = pages.head_pages * pages.page_tokens
         before, store.busy = [*store.busy, *(handle for _, handle in hot.fetches)], []
         fill = partial(self._read_all, layer=layer, batch=batch, cached=tuple(hot.cached))
-        self._ring.load((layer, batch), fill if fetch else lambda lane, staging: None, after=before)
+        self._ring.load((layer, batch), fill if fetch else None, after=before)
 
     def _page_extents(self, layer: int, batch: int, sequence: int, tokens: range
                         ) -> Iterator[tuple[slice, list[Extent]]]:
@@ -214,7 +214,7 @@ class DiskRecallTier(FetchedTier):
         return typed(staging.host, 0, self._shape(layer, batch, self._stores[layer, batch].slots),
                      self.slot_layout.dtype)
 
-    def _read_all(self, lane: Lane, staging: StagingBuffer, *, layer: int, batch: int,
+    def _read_all(self, queue: TransferQueue, staging: StagingBuffer, *, layer: int, batch: int,
                   cached: Sequence[int]) -> None:
         """Fill a staging buffer with all cached tokens, from disk and then from the newest."""
         pages, cache = self._pages[layer], self._staged(staging, layer, batch)
@@ -224,7 +224,7 @@ class DiskRecallTier(FetchedTier):
             for rows, extents in self._page_extents(layer, batch, sequence, range(count)):
                 size = extents[0].nbytes
                 buffer = read_buffer[: len(extents) * size]
-                lane.disk.read([AlignedRead(extent.path, extent.offset, size, head * size)
+                queue.disk.read([AlignedRead(extent.path, extent.offset, size, head * size)
                                 for head, extent in enumerate(extents)], buffer)
                 by_page[:, :, rows] = view_slots(buffer, pages, self.slot_layout)
             tokens = torch.arange(pages.first_recent_token(count), count)
@@ -257,7 +257,7 @@ class DiskRecallTier(FetchedTier):
         empty = partial(self._write_all, layer=layer, batch=batch, new=new)
         self._stores[layer, batch].busy.append(self._ring.store((layer, batch), empty))
 
-    def _write_all(self, lane: Lane, staging: StagingBuffer, *, layer: int, batch: int,
+    def _write_all(self, queue: TransferQueue, staging: StagingBuffer, *, layer: int, batch: int,
                    new: Sequence[range]) -> None:
         """Write the pages of new tokens of each sequence."""
         pages, cache = self._pages[layer], self._staged(staging, layer, batch)
@@ -267,7 +267,7 @@ class DiskRecallTier(FetchedTier):
             for rows, extents in self._page_extents(layer, batch, sequence, tokens):
                 buffer = read_buffer[: sum(extent.nbytes for extent in extents)]
                 view_slots(buffer, pages, self.slot_layout).copy_(by_page[:, :, rows])
-                lane.disk.write_each(extents, buffer)
+                queue.disk.write_each(extents, buffer)
 
     # New tokens: selected ones
 
@@ -344,16 +344,16 @@ class DiskRecallTier(FetchedTier):
                 slots=hot.entries), after=before)))
         return slots, hits, missing.shape[1]
 
-    def _read_tokens(self, lane: Lane, *, pages: PageLayout, extent: Extent, missing: Tensor,
-                     slots: Tensor) -> None:
+    def _read_tokens(self, queue: TransferQueue, *, pages: PageLayout, extent: Extent,
+                     missing: Tensor, slots: Tensor) -> None:
         """Read missing tokens [3, n] (head, token, slot) from an extent into slots."""
-        done = lane.disk.read_by(self._path, partial(
+        done = queue.disk.read_by(self._path, partial(
             ops.fetch_tokens, missing, slots, offset=extent.offset, layout=pages,
             read_buffer=self._read_buffer))
         page = self._read_buffer[: pages.page_bytes]
         for head, token, slot in missing[:, done:].T.tolist():  # `read` raises what went wrong
             row = head * pages.head_pages + token // pages.page_tokens
-            lane.disk.read([AlignedRead(extent.path, extent.offset + row * pages.page_bytes,
+            queue.disk.read([AlignedRead(extent.path, extent.offset + row * pages.page_bytes,
                                         pages.page_bytes, 0)], page)
             slots.flatten(0, 1)[head, slot] = view_pages(
                 page, pages, self.slot_layout)[0, token % pages.page_tokens]
@@ -381,11 +381,11 @@ class DiskRecallTier(FetchedTier):
                 "stores", partial(self._write_page, pages=pages, extents=extents,
                                   page=page)))
 
-    def _write_page(self, lane: Lane, *, pages: PageLayout, extents: Sequence[Extent],
+    def _write_page(self, queue: TransferQueue, *, pages: PageLayout, extents: Sequence[Extent],
                     page: Tensor) -> None:
         buffer = self._device.host_empty(sum(extent.nbytes for extent in extents))
         view_pages(buffer, pages, self.slot_layout).copy_(page)
-        lane.disk.write_each(extents, buffer)
+        queue.disk.write_each(extents, buffer)
 
 
 def recalls_in_place(device: Device) -> bool:

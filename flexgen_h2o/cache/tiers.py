@@ -25,7 +25,7 @@ from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuf
 from flexgen_h2o.storage.disk import AlignedRead, Extent
 from flexgen_h2o.storage.offload_dirs import StripedFile
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
-from flexgen_h2o.storage.transfer import D2H, H2D, Handle, Lane, Transfers
+from flexgen_h2o.storage.transfer import D2H, H2D, Handle, TransferQueue, Transfers
 
 
 @dataclass(frozen=True)
@@ -372,9 +372,9 @@ class FetchedTier(CacheTier):
                        stored_shape=self._shape(layer, batch, store.slots or slots),
                        shape=self._shape(layer, batch, slots))
         before, store.busy, store.slots = store.busy, [], slots
-        self._ring.load((layer, batch), fill if fetch else lambda lane, staging: None, after=before)
+        self._ring.load((layer, batch), fill if fetch else None, after=before)
 
-    def _fetch(self, lane: Lane, staging: StagingBuffer, *, store: CacheStore,
+    def _fetch(self, queue: TransferQueue, staging: StagingBuffer, *, store: CacheStore,
                stored_shape: tuple[int, ...], shape: tuple[int, ...], keys_only: bool
                ) -> list[Handle]:
         """Fill a staging buffer; the store grows from `stored_shape` to `shape`.
@@ -388,10 +388,10 @@ class FetchedTier(CacheTier):
             expand_slots(store.host, stored_shape, shape, layout.dtype.itemsize)
             kinds = 1 if keys_only else layout.kinds
             source = typed(store.host, 0, shape, layout.dtype)
-            lane.copy(device[:kinds], source[:kinds], H2D)
+            queue.copy(device[:kinds], source[:kinds], H2D)
             return []
         stored = staging.host[: round_up(math.prod(stored_shape) * layout.dtype.itemsize, PAGE)]
-        lane.disk.read([AlignedRead(store.extent.path, store.extent.offset, stored.nbytes, 0)],
+        queue.disk.read([AlignedRead(store.extent.path, store.extent.offset, stored.nbytes, 0)],
                        stored)
         expand_slots(staging.host, stored_shape, shape, layout.dtype.itemsize)
         log, writes = store.log, []
@@ -402,15 +402,15 @@ class FetchedTier(CacheTier):
             writes.append(self._write_back(store, staging.host[: round_up(host.nbytes, PAGE)]))
             store.busy.extend(writes)
         if self._device.is_gpu:
-            lane.copy(device, host, H2D)
+            queue.copy(device, host, H2D)
         return writes
 
     def _write_back(self, store: CacheStore, staged: torch.Tensor) -> Handle:
         """Write staged bytes to disk. Slots that compute changes meanwhile are in the log too."""
         extent = Extent(store.extent.path, store.extent.offset, staged.nbytes)
 
-        def job(lane: Lane) -> None:
-            lane.disk.write(extent, staged)
+        def job(queue: TransferQueue) -> None:
+            queue.disk.write(extent, staged)
 
         return self._transfers.submit("stores", job)
 
@@ -435,29 +435,29 @@ class FetchedTier(CacheTier):
             empty = partial(self._store_update, **options, update=update)
         store.busy.append(self._ring.store((layer, batch), empty))
 
-    def _store_all(self, lane: Lane, staging: StagingBuffer, *, store: CacheStore,
+    def _store_all(self, queue: TransferQueue, staging: StagingBuffer, *, store: CacheStore,
                    shape: tuple[int, ...]) -> None:
         dtype = self.slot_layout.dtype
         cache = typed(staging.device, 0, shape, dtype)
         if store.host is not None:
-            lane.copy(typed(store.host, 0, shape, dtype), cache, D2H)
+            queue.copy(typed(store.host, 0, shape, dtype), cache, D2H)
             return
         if self._device.is_gpu:
-            lane.copy(typed(staging.host, 0, shape, dtype), cache, D2H)
-            lane.flush()
+            queue.copy(typed(staging.host, 0, shape, dtype), cache, D2H)
+            queue.flush()
         store.log.count = 0
         extent = Extent(store.extent.path, store.extent.offset, round_up(cache.nbytes, PAGE))
-        lane.disk.write(extent, staging.host[: extent.nbytes])
+        queue.disk.write(extent, staging.host[: extent.nbytes])
 
-    def _store_update(self, lane: Lane, staging: StagingBuffer, *, store: CacheStore,
+    def _store_update(self, queue: TransferQueue, staging: StagingBuffer, *, store: CacheStore,
                       update: SlotUpdate, shape: tuple[int, ...]) -> None:
         if self._device.is_gpu:
             sources = (update.entries, update.slots)
             landed = [typed(buffer, 0, source.shape, source.dtype)
                       for buffer, source in zip(staging.landing, sources, strict=True)]
             for target, source in zip(landed, sources, strict=True):
-                lane.copy(target, source, D2H)
-            lane.flush()
+                queue.copy(target, source, D2H)
+            queue.flush()
             update = SlotUpdate(*landed)
         if store.host is not None:
             update.write(typed(store.host, 0, shape, self.slot_layout.dtype))

@@ -15,7 +15,7 @@ import torch
 
 from flexgen_h2o.cache.chunked_prefill import LayerAttention
 from flexgen_h2o.cache.decode_attention import (
-    HostAttentionQueue,
+    HostAttention,
     PendingAttention,
     SparseAttention,
 )
@@ -66,7 +66,7 @@ class TokenAttention:
         self._evictions = evictions
         self._recall = recall
         self._device = transfers.device.torch_device
-        self._host = HostAttentionQueue(host_sequences, transfers)
+        self._host = HostAttention(host_sequences, transfers)
         self._sparse = SparseAttention(shape, transfers)
         self._journal = DraftJournal()
         self._batch_layouts: Sequence[BatchLayout] = ()

@@ -24,7 +24,7 @@ from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.kernels.cpu.experts import ExpertTable
 from flexgen_h2o.models.mixture import MATRICES
-from flexgen_h2o.storage.transfer import Lane, Transfers
+from flexgen_h2o.storage.transfer import TransferQueue, Transfers
 
 MAX_USES = 1 / (1 - DECAY)
 """Upper limit of the uses that a pass adds to the score of an expert: the score of an expert that
@@ -435,11 +435,11 @@ class ExpertSlots:
         self._remove(slot)
         self._contents[slot] = key
 
-        def job(lane: Lane) -> None:
+        def job(queue: TransferQueue) -> None:
             for handle in before:
                 with suppress(Exception):  # of the evicted expert
                     handle.synchronize()
-            self._weights.load_unit(lane, buffer, unit=unit)
+            self._weights.load_unit(queue, buffer, unit=unit)
 
         buffer.loaded = self._transfers.submit("experts", job, after=(free,))
         buffer.busy = [buffer.loaded]

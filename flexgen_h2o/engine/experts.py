@@ -30,7 +30,7 @@ from flexgen_h2o.models.layers import Operations, activation
 from flexgen_h2o.models.mixture import MixtureDecoder
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.storage.tiers import typed
-from flexgen_h2o.storage.transfer import D2H, EXPERTS, H2D, Handle, Lane, Transfers
+from flexgen_h2o.storage.transfer import D2H, EXPERTS, H2D, Handle, TransferQueue, Transfers
 
 PREFETCH_ROWS = 64
 """Prefetch experts only for blocks of at most this many rows: more rows choose nearly all."""
@@ -138,7 +138,7 @@ class ExpertMatmuls:
 class HostExperts:
     """Experts that are computed in host memory, beside compute on a GPU.
 
-    Jobs run one after the other on their own lane, so that one buffer for inputs and one for
+    Jobs run one after the other on their own queue, so that one buffer for inputs and one for
     outputs suffice.
     """
 
@@ -172,17 +172,17 @@ class HostExperts:
         host_ids, host_weights = ids[rows].cpu(), routing_weights[rows].cpu()
         sums = torch.empty(inputs.shape, dtype=sums_dtype(x.dtype), device=x.device)
 
-        def job(lane: Lane) -> None:
+        def job(queue: TransferQueue) -> None:
             host_inputs, host_sums = self._host_buffers(inputs, sums)
-            lane.copy(host_inputs, inputs, D2H)
-            lane.flush()
+            queue.copy(host_inputs, inputs, D2H)
+            queue.flush()
             counts = torch.bincount(host_ids.flatten(), minlength=self._count)
-            with self._transfers.host_span("experts", "cpu experts"):
+            with self._transfers.trace.span("experts", "cpu experts"):
                 self._matmuls.begin(host_inputs, host_ids, host_weights, host_sums.zero_(),
                                     counts.tolist())
                 self._matmuls.add(self._slots.host_weights(keys),
                                   partial(self._slots.host_table, keys[0][0]))
-            lane.copy(sums, host_sums, H2D)
+            queue.copy(sums, host_sums, H2D)
 
         mark = self._transfers.device.record_event()
         return rows, sums, self._transfers.submit(EXPERTS, job, after=(mark,))

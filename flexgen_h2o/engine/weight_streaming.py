@@ -26,7 +26,7 @@ from flexgen_h2o.models.tensors import TensorSpec
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import Extent
 from flexgen_h2o.storage.placement import assign, shard_rows
-from flexgen_h2o.storage.transfer import Lane, Transfers
+from flexgen_h2o.storage.transfer import TransferQueue, Transfers
 
 
 class RowShard(NamedTuple):
@@ -238,7 +238,7 @@ class ShardStream:
         use = self._scheduled.popleft()
         self._started.append(use)
 
-        def read(lane: Lane, buffer: StagingBuffer) -> None:
+        def read(queue: TransferQueue, buffer: StagingBuffer) -> None:
             self._files.read(use.shard.buffer, buffer.device)
 
         self._ring.load(use.number, read)

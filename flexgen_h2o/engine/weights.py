@@ -42,7 +42,7 @@ from flexgen_h2o.storage.placement import (
 )
 from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.tiers import PAGE, Arena, Device, round_up
-from flexgen_h2o.storage.transfer import H2D, Lane, Transfers
+from flexgen_h2o.storage.transfer import H2D, TransferQueue, Transfers
 
 
 class WeightStore:
@@ -285,14 +285,14 @@ class WeightStore:
             # It is used a layer later: reads of the previous batches' cache come first.
             self._ring.load(index, partial(self.load_unit, unit=unit, ahead=True))
 
-    def load_unit(self, lane: Lane, staging: StagingBuffer, *, unit: UnitWeights,
+    def load_unit(self, queue: TransferQueue, staging: StagingBuffer, *, unit: UnitWeights,
                   ahead: bool = False) -> None:
         """Fill a staging buffer with the weights of a unit that are not resident.
 
         Parameters
         ----------
-        lane : Lane
-            The lane that runs this job.
+        queue : TransferQueue
+            The queue that runs this job.
         ahead : bool
             See `Disk.read`.
         """
@@ -307,7 +307,7 @@ class WeightStore:
                     host = staging.host
                     self.files.read(buffer, host, ahead=ahead)
                 source = buffer.without_lead(host)
-                lane.copy(target[: len(source)], source, H2D)
+                queue.copy(target[: len(source)], source, H2D)
             start = end
 
     def is_resident(self, index: int) -> bool:

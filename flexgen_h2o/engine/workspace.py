@@ -30,7 +30,7 @@ from flexgen_h2o.storage.offload_dirs import OffloadDirs
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
-from flexgen_h2o.storage.transfer import D2H, H2D, Lane, Transfers
+from flexgen_h2o.storage.transfer import D2H, H2D, TransferQueue, Transfers
 
 BlockCache = KVCache | AlternativeCache
 """The cache of a block. The others have the interface of `KVCache`."""
@@ -60,6 +60,8 @@ class HiddenStates:
         self._width = hidden
         self._dtype = dtype
         self._row_bytes = hidden * dtype.itemsize
+        # Without a GPU, copies between compute memory and host memory use no link.
+        self._h2d, self._d2h = (H2D, D2H) if self._device.is_gpu else (None, None)
         self._away = placement.disk > 0 or (self._device.is_gpu and placement.cpu > 0)
         size = rows * self._row_bytes
         gpu, cpu, _ = (min(size, self._row_bytes + int(size * f)) for f in placement.fractions())
@@ -119,38 +121,31 @@ class HiddenStates:
         first, second, third = (n * self._row_bytes for n in (gpu, gpu + cpu, gpu + cpu + disk))
         return slice(0, first), slice(first, second), slice(second, third)
 
-    def _gather(self, lane: Lane, staging: StagingBuffer, *, store: BackingStore, rows: int
-                ) -> None:
+    def _gather(self, queue: TransferQueue, staging: StagingBuffer, *, store: BackingStore,
+                rows: int) -> None:
         gpu, cpu, disk = self._spans(rows)
-        lane.stream.copy(staging.device[gpu], store.gpu[gpu])
+        queue.copy(staging.device[gpu], store.gpu[gpu], None)
         if cpu.stop > cpu.start:
-            self._move(lane, staging.device[cpu], store.host[: cpu.stop - cpu.start], H2D)
+            queue.copy(staging.device[cpu], store.host[: cpu.stop - cpu.start], self._h2d)
         nbytes = disk.stop - disk.start
         if nbytes:
             padded = round_up(nbytes, PAGE)
-            lane.disk.read([AlignedRead(store.extent.path, store.extent.offset, padded, 0)],
+            queue.disk.read([AlignedRead(store.extent.path, store.extent.offset, padded, 0)],
                            staging.host[:padded])
-            self._move(lane, staging.device[disk], staging.host[:nbytes], H2D)
+            queue.copy(staging.device[disk], staging.host[:nbytes], self._h2d)
 
-    def _scatter(self, lane: Lane, staging: StagingBuffer, *, store: BackingStore, rows: int
-                 ) -> None:
+    def _scatter(self, queue: TransferQueue, staging: StagingBuffer, *, store: BackingStore,
+                 rows: int) -> None:
         gpu, cpu, disk = self._spans(rows)
-        lane.stream.copy(store.gpu[gpu], staging.device[gpu])
+        queue.copy(store.gpu[gpu], staging.device[gpu], None)
         if cpu.stop > cpu.start:
-            self._move(lane, store.host[: cpu.stop - cpu.start], staging.device[cpu], D2H)
+            queue.copy(store.host[: cpu.stop - cpu.start], staging.device[cpu], self._d2h)
         nbytes = disk.stop - disk.start
         if nbytes:
             extent = Extent(store.extent.path, store.extent.offset, round_up(nbytes, PAGE))
-            self._move(lane, staging.host[:nbytes], staging.device[disk], D2H)
-            lane.flush()
-            lane.disk.write(extent, staging.host[: extent.nbytes])
-
-    def _move(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, link: str) -> None:
-        """Copy between host and compute memory; counted as a transfer if they are separate."""
-        if self._device.is_gpu:
-            lane.copy(target, source, link)
-        else:
-            target.copy_(source)
+            queue.copy(staging.host[:nbytes], staging.device[disk], self._d2h)
+            queue.flush()
+            queue.disk.write(extent, staging.host[: extent.nbytes])
 
 
 @dataclass(frozen=True)

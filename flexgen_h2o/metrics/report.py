@@ -160,15 +160,15 @@ def _figure(value: float | None, unit: str) -> str:
 
 
 Spans = Sequence[tuple[str, str, float, float, int]]
-"""Spans of a trace: (name, lane, start, end, bytes)."""
+"""Spans of a trace: (name, track, start, end, bytes)."""
 
 
 @dataclass(frozen=True)
-class LaneTime:
-    """Time of a lane in a phase."""
+class TrackTime:
+    """Time of a track in a phase."""
 
     busy: float  # seconds in the union of its spans
-    alone: float  # seconds in which no other lane was busy: its time that nothing hides
+    alone: float  # seconds in which no other track was busy: its time that nothing hides
     nbytes: float  # bytes moved; a transfer partly in the phase counts by its share of the time
 
 
@@ -178,12 +178,12 @@ class PhaseTime:
 
     name: str
     wall: float  # seconds of the phase
-    idle: float  # seconds in which no lane was busy
-    lanes: dict[str, LaneTime]
+    idle: float  # seconds in which no track was busy
+    tracks: dict[str, TrackTime]
 
     def bound(self) -> str:
-        """Return what bounds the phase, the busiest lane or ``idle``, with its share."""
-        busy = {lane: time.busy for lane, time in self.lanes.items()} | {"idle": self.idle}
+        """Return what bounds the phase, the busiest track or ``idle``, with its share."""
+        busy = {track: time.busy for track, time in self.tracks.items()} | {"idle": self.idle}
         name = max(busy, key=busy.__getitem__)
         return f"{self.name} {name} ({_share(busy[name], self.wall)})"
 
@@ -193,9 +193,9 @@ def phases(spans: Spans) -> list[PhaseTime]:
 
     Compute is not busy while it waits for a transfer.
     """
-    lanes = list(dict.fromkeys(lane for _, lane, *_ in spans if lane not in (PHASES, WAITING)))
-    names = dict.fromkeys(name for name, lane, *_ in spans if lane == PHASES)
-    busy = {lane: union((s[2], s[3]) for s in spans if s[1] == lane) for lane in lanes}
+    tracks = list(dict.fromkeys(track for _, track, *_ in spans if track not in (PHASES, WAITING)))
+    names = dict.fromkeys(name for name, track, *_ in spans if track == PHASES)
+    busy = {track: union((s[2], s[3]) for s in spans if s[1] == track) for track in tracks}
     if COMPUTE in busy:
         waiting = union((s[2], s[3]) for s in spans if s[1] == WAITING)
         busy[COMPUTE] = difference(busy[COMPUTE], waiting)
@@ -204,24 +204,24 @@ def phases(spans: Spans) -> list[PhaseTime]:
 
 def _phase(name: str, spans: Spans, busy: dict[str, list[Interval]]) -> PhaseTime:
     windows = union((s[2], s[3]) for s in spans if s[:2] == (name, PHASES))
-    in_phase = {lane: intersection(intervals, windows) for lane, intervals in busy.items()}
+    in_phase = {track: intersection(intervals, windows) for track, intervals in busy.items()}
     moved = dict.fromkeys(in_phase, 0.0)
-    for _, lane, start, end, nbytes in spans:
-        if lane in moved and end > start:
-            moved[lane] += nbytes * seconds(intersection([(start, end)], windows)) / (end - start)
+    for _, track, start, end, nbytes in spans:
+        if track in moved and end > start:
+            moved[track] += nbytes * seconds(intersection([(start, end)], windows)) / (end - start)
     times = {}
-    for lane, intervals in in_phase.items():
-        others = union(i for other, lane_intervals in in_phase.items() if other != lane
-                       for i in lane_intervals)
-        times[lane] = LaneTime(seconds(intervals), seconds(difference(intervals, others)),
-                               moved[lane])
-    any_busy = union(i for lane_intervals in in_phase.values() for i in lane_intervals)
+    for track, intervals in in_phase.items():
+        others = union(i for other, track_intervals in in_phase.items() if other != track
+                       for i in track_intervals)
+        times[track] = TrackTime(seconds(intervals), seconds(difference(intervals, others)),
+                               moved[track])
+    any_busy = union(i for track_intervals in in_phase.values() for i in track_intervals)
     return PhaseTime(name, seconds(windows), seconds(difference(windows, any_busy)),
-                     {lane: time for lane, time in times.items() if time.busy})
+                     {track: time for track, time in times.items() if time.busy})
 
 
 def breakdown_table(spans: Spans) -> str:
-    """Format the phases and lanes of a trace as a table, with what bounds each phase last."""
+    """Format the phases and tracks of a trace as a table, with what bounds each phase last."""
     rows = [phase for phase in phases(spans) if phase.wall > 0]
     if not rows:
         return "breakdown: nothing was computed"
@@ -229,10 +229,10 @@ def breakdown_table(spans: Spans) -> str:
     for phase in rows:
         lines.append(_line(f"{phase.name}, s", f"{phase.wall:.3f}", "of it", "alone, s", "GB",
                            "GB/s"))
-        for lane, time in phase.lanes.items():
+        for track, time in phase.tracks.items():
             moved, rate = time.nbytes / GB, ratio(time.nbytes / GB, time.busy)
             figures = (f"{moved:.3f}", f"{rate:.4g}") if moved else ()
-            lines.append(_line(f"  {lane}", f"{time.busy:.3f}", _share(time.busy, phase.wall),
+            lines.append(_line(f"  {track}", f"{time.busy:.3f}", _share(time.busy, phase.wall),
                                f"{time.alone:.3f}", *figures))
         lines.append(_line("  idle", f"{phase.idle:.3f}", _share(phase.idle, phase.wall)))
     return "\n".join([*lines, "bound by: " + ", ".join(phase.bound() for phase in rows)])

@@ -128,7 +128,7 @@ def seconds(intervals: Iterable[Interval]) -> float:
 
 
 COMPUTE, WAITING, PHASES = "compute", "waiting", "phases"
-"""Lanes of a trace in addition to the links. WAITING is where compute waits for a transfer, within
+"""Tracks of a trace in addition to the links. WAITING is where compute waits for a transfer, within
 its own spans. PHASES holds each block's ``prefill`` and ``decode``.
 """
 PROCESS_MEMORY, DEVICE_MEMORY = "process memory", "device memory"
@@ -136,10 +136,10 @@ PROCESS_MEMORY, DEVICE_MEMORY = "process memory", "device memory"
 
 
 class Trace:
-    """A thread-safe recorder of memory samples, and of spans in lanes such as ``disk->cpu``.
+    """A thread-safe recorder of memory samples, and of spans in tracks such as ``disk->cpu``.
 
     Times are `time.perf_counter` seconds. A disabled trace records nothing. The file format is
-    Chrome trace JSON, which ui.perfetto.dev shows: spans in lanes, memory as graphs.
+    Chrome trace JSON, which ui.perfetto.dev shows: spans in tracks, memory as graphs.
 
     `about`: metadata of the run, written to the file.
     """
@@ -161,23 +161,23 @@ class Trace:
         finally:
             self.enabled = enabled
 
-    def span(self, name: str, lane: str) -> AbstractContextManager[None]:
+    def span(self, name: str, track: str) -> AbstractContextManager[None]:
         """Record the body of a ``with`` statement as a span, also when it raises."""
-        return self._timed(name, lane) if self.enabled else nullcontext()
+        return self._timed(name, track) if self.enabled else nullcontext()
 
     @contextmanager
-    def _timed(self, name: str, lane: str) -> Iterator[None]:
+    def _timed(self, name: str, track: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.add(name, lane, start, time.perf_counter())
+            self.add(name, track, start, time.perf_counter())
 
-    def add(self, name: str, lane: str, start: float, end: float, nbytes: int = 0) -> None:
+    def add(self, name: str, track: str, start: float, end: float, nbytes: int = 0) -> None:
         """Record a span that was timed elsewhere, and the bytes that it moved."""
         if self.enabled:
             with self._lock:
-                self._spans.append((name, lane, start, end, nbytes))
+                self._spans.append((name, track, start, end, nbytes))
 
     def sample(self, memory: str, at: float, nbytes: int) -> None:
         """Record the bytes in use of a memory at a time."""
@@ -186,7 +186,7 @@ class Trace:
                 self._samples.append((memory, at, nbytes))
 
     def spans(self) -> list[tuple[str, str, float, float, int]]:
-        """Return all spans: (name, lane, start, end, bytes), in order of recording."""
+        """Return all spans: (name, track, start, end, bytes), in order of recording."""
         with self._lock:
             return list(self._spans)
 
@@ -198,13 +198,13 @@ class Trace:
     def write_chrome(self, path: str | os.PathLike) -> None:
         """Write Chrome trace JSON (microseconds). Raises OSError if the file cannot be written."""
         spans = self.spans()
-        lanes = {lane: number for number, lane in enumerate(dict.fromkeys(s[1] for s in spans))}
+        tracks = {track: number for number, track in enumerate(dict.fromkeys(s[1] for s in spans))}
         events: list[dict] = [
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": lane}}
-            for lane, number in lanes.items()
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": track}}
+            for track, number in tracks.items()
         ]
-        for name, lane, start, end, nbytes in spans:
-            event = {"ph": "X", "name": name, "cat": lane, "pid": 1, "tid": lanes[lane],
+        for name, track, start, end, nbytes in spans:
+            event = {"ph": "X", "name": name, "cat": track, "pid": 1, "tid": tracks[track],
                      "ts": (start - self._origin) * 1e6, "dur": max(end - start, 0.0) * 1e6}
             if nbytes:
                 event["args"] = {"bytes": nbytes, "GB/s": ratio(nbytes / GB, end - start)}

@@ -163,24 +163,24 @@ class _UnitCosts:
             Seconds for which compute stalls for reads.
         """
         policy, seconds = self._run.policy, cost.seconds
-        lanes = seconds if policy.overlap else seconds.sum(axis=0, keepdims=True)
+        path_seconds = seconds if policy.overlap else seconds.sum(axis=0, keepdims=True)
         if policy.overlap and self._batches <= 1:
             # With one batch the GPU has nothing to compute while the host attends.
-            lanes = np.vstack((seconds[:2].sum(axis=0), seconds[2:]))
+            path_seconds = np.vstack((seconds[:2].sum(axis=0), seconds[2:]))
         if policy.overlap and self._run.shards_weights and attention is not None:
             stalled = attention + seconds[RESOURCES.index("disk->cpu")] * _IS_WEIGHTS
             ahead = (SHARD_BUFFERS - 1) / SHARDS_PER_LAYER * self._weight_bytes
             stalled[0] -= ahead / self._hardware.links["disk->cpu"]
-            lanes = np.vstack((lanes, stalled))
+            path_seconds = np.vstack((path_seconds, stalled))
         if policy.overlap and awaited is not None:
-            lanes = np.vstack((lanes, lanes[0] + awaited))
-        # Each lane is slowed by a share of the time of the others; the slowest still decides.
+            path_seconds = np.vstack((path_seconds, path_seconds[0] + awaited))
+        # Each path is slowed by a share of the time of the others; the slowest still decides.
         share = self._hardware.interference
-        lanes = (1 - share) * lanes + share * seconds.sum(axis=0)
+        path_seconds = (1 - share) * path_seconds + share * seconds.sum(axis=0)
         if policy.overlap:
             slowdown = max(0.0, self._hardware.read_interference - share)
-            lanes[0] += slowdown * seconds[RESOURCES.index("disk->cpu")]
-        return UnitCost(count * self._run.groups, lanes, seconds)
+            path_seconds[0] += slowdown * seconds[RESOURCES.index("disk->cpu")]
+        return UnitCost(count * self._run.groups, path_seconds, seconds)
 
     def embedding(self, rows: float, count: int) -> UnitCost:
         """Return the cost of the embedding lookup of `rows` tokens a batch; only rows are

@@ -27,14 +27,14 @@ class UnitCost:
     """One type of unit of the schedule, for all batches of a block."""
 
     count: float  # number of these units in a phase
-    lanes: np.ndarray
-    """Seconds of each lane. Lanes run in parallel, so that the unit takes as long as the slowest
-    one. Interference between lanes is included."""
+    path_seconds: np.ndarray
+    """Seconds of each path. Paths run in parallel, so that the unit takes as long as the slowest
+    one. Interference between paths is included."""
     seconds: np.ndarray  # seconds of each resource without interference
 
     def elapsed(self, shares: np.ndarray) -> np.ndarray:
         """Return the seconds in the phase for `shares` [TERMS], or [TERMS, n] for n placements."""
-        return self.count * (self.lanes @ shares).max(axis=0)
+        return self.count * (self.path_seconds @ shares).max(axis=0)
 
 
 class CostAccumulator:

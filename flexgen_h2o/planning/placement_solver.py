@@ -219,7 +219,7 @@ class PlacementSolver:
         """Return the shares of least time that take at most `free` bytes [tiers]; None if none do.
 
         The variables are the shares and the seconds of each unit. A unit takes at least as long as
-        each of its lanes. The whole cache is on `cache_tier`, if given.
+        each of its paths. The whole cache is on `cache_tier`, if given.
         """
         bytes_of = self._bytes_by_term
         limited = np.isfinite(free)
@@ -231,10 +231,10 @@ class PlacementSolver:
         constant = self._block_seconds(np.array([1.0] + [0.0] * len(_SHARES)))
         for index, unit in enumerate(self._units):
             weight = unit.count / constant  # keeps numbers near 1
-            elapsed = np.zeros((len(unit.lanes), len(self._units)))
+            elapsed = np.zeros((len(unit.path_seconds), len(self._units)))
             elapsed[:, index] = -1
-            rows.append(np.hstack((unit.lanes[:, 1:] * weight, elapsed)))
-            limits.append(-unit.lanes[:, 0] * weight)
+            rows.append(np.hstack((unit.path_seconds[:, 1:] * weight, elapsed)))
+            limits.append(-unit.path_seconds[:, 0] * weight)
         slower = [_TIER_PENALTY * TIERS.index(tier) for _, tier in _SHARES]
         sums_to_one = np.zeros((len(PLACED), len(_SHARES) + len(self._units)))
         for index, kind in enumerate(PLACED):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexgen_h2o.storage.disk import Extent
 from flexgen_h2o.storage.tiers import Event
-from flexgen_h2o.storage.transfer import Handle, Lane, Transfers
+from flexgen_h2o.storage.transfer import Handle, TransferQueue, Transfers
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -76,7 +76,7 @@ class BufferRing(Generic[Key]):
     buffers : sequence of StagingBuffer
         May be empty if nothing is ever loaded or taken.
     kind : str
-        Kind of the lanes of loads; stores have their own.
+        Kind of the queues of loads; stores have their own.
     """
 
     def __init__(self, transfers: Transfers, buffers: Sequence[StagingBuffer], *,
@@ -87,16 +87,17 @@ class BufferRing(Generic[Key]):
         self._order = cycle(self.buffers)
         self._buffers: dict[Key, StagingBuffer] = {}
 
-    def load(self, key: Key, fill: Callable[[Lane, StagingBuffer], Iterable[Handle] | None], *,
+    def load(self, key: Key,
+             fill: Callable[[TransferQueue, StagingBuffer], Iterable[Handle] | None] | None, *,
              after: Iterable[Handle] = ()) -> None:
         """Start to fill the next buffer for a key.
 
         Parameters
         ----------
-        fill : callable (lane, buffer)
+        fill : callable (queue, buffer), optional
             Runs after all jobs on the buffer. Compute may still use the buffer, but is done before
-            the copies that `fill` queues on the lane's stream. Returns jobs on the buffer that it
-            has submitted itself.
+            copies of the queue. Returns jobs on the buffer that it has submitted itself. None: only
+            assign a buffer.
         after : iterable of Handle
             Jobs to wait for first.
         """
@@ -105,11 +106,12 @@ class BufferRing(Generic[Key]):
         after, before = tuple(after), buffer.busy
         busy: list[Handle] = []
 
-        def job(lane: Lane) -> None:
+        def job(queue: TransferQueue) -> None:
             # Iterate over `before` itself: its first job may still append its own jobs.
             for handle in chain(before, after):
                 handle.synchronize()
-            busy.extend(fill(lane, buffer) or ())
+            if fill is not None:
+                busy.extend(fill(queue, buffer) or ())
 
         buffer.loaded = self._transfers.submit(self._kind, job, after=(free,))
         busy.append(buffer.loaded)
@@ -137,17 +139,16 @@ class BufferRing(Generic[Key]):
             self._transfers.ready(buffer.loaded)
         return buffer
 
-    def store(self, key: Key, empty: Callable[[Lane, StagingBuffer], None]) -> Handle:
-        """Release the buffer of a key, and start ``empty(lane, buffer)`` after compute and all jobs
-        on it."""
+    def store(self, key: Key, empty: Callable[[TransferQueue, StagingBuffer], None]) -> Handle:
+        """Release the buffer of a key, and run ``empty(queue, buffer)`` after all work on it."""
         buffer = self._buffers[key]
         self.release(key)
         before = buffer.busy
 
-        def job(lane: Lane) -> None:
+        def job(queue: TransferQueue) -> None:
             for handle in before:
                 handle.synchronize()
-            empty(lane, buffer)
+            empty(queue, buffer)
 
         handle = self._transfers.submit("stores", job, after=(buffer.free,))
         buffer.busy = [handle]

@@ -19,7 +19,7 @@ from flexgen_h2o.storage.tiers import PAGE, Device, typed
 
 REPEATS = 5
 LOAD_THREADS = 2
-"""Threads that wait for loads, as in `transfer.LANES_OF`."""
+"""Threads that wait for loads, as in `transfer.QUEUES_OF`."""
 WINDOW = 16 * CHUNK
 
 
@@ -83,7 +83,7 @@ def disk_beside(path: Path, work: Callable[[], object], *, nbytes: int = 1 << 30
                 ) -> list[tuple[float, float, int]]:
     """Measure how reading the start of a file slows down work that overlaps with it.
 
-    The file is read like weights in a run: in two lanes, each with one chunk of `disk.CHUNK` bytes
+    The file is read like weights in a run: in two parts, each with one chunk of `disk.CHUNK` bytes
     at a time. That needs more CPU time than one long read (0.45 instead of 0.13 of the time of the
     read alone).
 
@@ -97,22 +97,22 @@ def disk_beside(path: Path, work: Callable[[], object], *, nbytes: int = 1 << 30
     starts = range(0, nbytes, CHUNK)
     disk = Disk()
 
-    def read_lane(lane: int) -> None:
-        buffer = buffers[lane]
-        for start in starts[lane::LOAD_THREADS]:
+    def read_part(part: int) -> None:
+        buffer = buffers[part]
+        for start in starts[part::LOAD_THREADS]:
             disk.read([AlignedRead(path, start, min(CHUNK, nbytes - start), 0)], buffer)
 
-    def read(lanes: ThreadPoolExecutor) -> float:
+    def read(threads: ThreadPoolExecutor) -> float:
         began = time.perf_counter()
-        list(lanes.map(read_lane, range(LOAD_THREADS)))
+        list(threads.map(read_part, range(LOAD_THREADS)))
         return time.perf_counter() - began
 
     buffers = [Device().host_empty(CHUNK, touch=True) for _ in range(LOAD_THREADS)]
     times = []
     try:
-        with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(LOAD_THREADS) as lanes:
+        with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(LOAD_THREADS) as threads:
             for _ in range(REPEATS):
-                alone, reading, done = read(lanes), reader.submit(read, lanes), 0
+                alone, reading, done = read(threads), reader.submit(read, threads), 0
                 while not reading.done():
                     work()
                     done += 1

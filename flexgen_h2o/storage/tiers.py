@@ -56,7 +56,7 @@ class Event:
 
 
 class CopyStream:
-    """A queue of copies that overlap compute. On the host, copies are synchronous."""
+    """A stream of copies that overlap compute. On the host, copies are synchronous."""
 
     def wait_event(self, event: Event) -> None:
         """Order later work of this stream after an event."""
@@ -70,7 +70,7 @@ class CopyStream:
         return Event()
 
     def record_timestamp(self):
-        """Return a timestamp at this point of the queue, for `Device.seconds`."""
+        """Return a timestamp at this point of the stream, for `Device.seconds`."""
         return time.perf_counter()
 
 
@@ -143,7 +143,7 @@ class Device:
         """Order later compute after an event."""
 
     def record_timestamp(self):
-        """Return a timestamp in the queue of compute, for `seconds`."""
+        """Return a timestamp at this point of compute, for `seconds`."""
         return time.perf_counter()
 
     def is_done(self, timestamp) -> bool:

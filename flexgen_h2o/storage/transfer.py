@@ -1,9 +1,9 @@
-"""Transfers that overlap compute: lanes of jobs, handles to wait for, and a record of transfers.
+"""Transfers that overlap compute: queues of jobs, handles to wait for, and a record of transfers.
 
-A lane is a thread with a stream. Its jobs read the disk, copy between host and device, and write
-the disk, after other jobs that they depend on. Jobs depend only on earlier jobs and lanes are first
-in, first out, which excludes deadlocks. Jobs of one kind alternate between lanes, so that the disk
-starts on the next job while the last chunks of one arrive; order needs a dependency.
+Jobs read the disk, copy between host and device, and write the disk, after other jobs that they
+depend on. Jobs depend only on earlier jobs, and queues are first in, first out: there are no
+deadlocks. Jobs of one kind alternate between queues, so that the disk starts on the next job while
+the last chunks of one arrive; order needs a dependency.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from flexgen_h2o.storage.tiers import Device, Event
 
 H2D, D2H = "cpu->gpu", "gpu->cpu"
 ATTENTION, EXPERTS, RECALLS = "attention", "host experts", "recalls"
-LANES_OF = {kind: (f"{kind} 0", f"{kind} 1") for kind in ("weights", "loads", "stores")} | {
+QUEUES_OF = {kind: (f"{kind} 0", f"{kind} 1") for kind in ("weights", "loads", "stores")} | {
     ATTENTION: (ATTENTION,), EXPERTS: (EXPERTS,), RECALLS: (RECALLS,),
-    "experts": tuple(f"experts {lane}" for lane in range(4))}
-"""The lanes of each kind of job, used in turn. Attention and experts on the host run one job at a
+    "experts": tuple(f"experts {number}" for number in range(4))}
+"""The queues of each kind of job, used in turn. Attention and experts on the host run one job at a
 time, and recalls run in order. Loads of experts are small: four at once keep the disk busy."""
 
-LANES = tuple(chain.from_iterable(LANES_OF.values()))
+QUEUES = tuple(chain.from_iterable(QUEUES_OF.values()))
 
 
 class Handle:
@@ -56,40 +56,44 @@ class Handle:
         self.event().synchronize()
 
 
-class Lane:
-    """A thread and its stream, with which jobs transfer data."""
+class TransferQueue:
+    """A thread and a stream that run jobs one after the other.
+
+    Attributes
+    ----------
+    disk : Disk
+        Its reads and writes block the thread.
+    """
 
     def __init__(self, name: str, transfers: Transfers):
+        self.disk = transfers.disk
         self._transfers = transfers
-        self.stream = transfers.device.stream()
+        self._stream = transfers.device.stream()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    @property
-    def disk(self) -> Disk:
-        """The disk; its reads and writes block this lane."""
-        return self._transfers.disk
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, link: str) -> None:
-        """Queue a copy on the stream, and record it for a link."""
-        began = self.stream.record_timestamp()
-        self.stream.copy(target, source)
-        self._transfers.moved(link, target.nbytes, began, self.stream.record_timestamp())
+    def copy(self, target: torch.Tensor, source: torch.Tensor, link: str | None) -> None:
+        """Start a copy on the stream, and record it for a link; None: within one memory."""
+        began = self._stream.record_timestamp()
+        self._stream.copy(target, source)
+        if link is not None:
+            self._transfers.moved(link, target.nbytes, began, self._stream.record_timestamp())
 
     def flush(self) -> None:
-        """Wait on the host until the queued copies are done."""
-        self.stream.record_event().synchronize()
+        """Wait on the host until the copies so far are done."""
+        self._stream.record_event().synchronize()
 
-    def submit(self, job: Callable[[Lane], None], after: Iterable[Handle | Event]) -> Handle:
-        """Queue a job, whose copies start after `after`."""
+    def submit(self, job: Callable[[TransferQueue], None], after: Iterable[Handle | Event]
+               ) -> Handle:
+        """Add a job, whose copies start after `after`."""
         before = tuple(after)
 
         def run() -> Event:
             for item in before:
-                self.stream.wait_event(item.event() if isinstance(item, Handle) else item)
+                self._stream.wait_event(item.event() if isinstance(item, Handle) else item)
             # Inference mode is per thread, and buffers may have been allocated in it.
             with torch.inference_mode():
                 job(self)
-            return self.stream.record_event()
+            return self._stream.record_event()
 
         return Handle(self._pool.submit(run))
 
@@ -103,9 +107,9 @@ class Lane:
 
 
 class Transfers:
-    """The lanes of one engine, its disk, and its record of transfers and spans.
+    """The queues of one engine, its disk, and its record of transfers and spans.
 
-    Weights, other loads and stores have separate lanes, so that a write never blocks a read.
+    Weights, other loads and stores have separate queues, so that a write never blocks a read.
 
     Parameters
     ----------
@@ -126,14 +130,14 @@ class Transfers:
         self.disk = Disk(disks * WORKERS, record=self._record)
         self._latest: dict[str, Handle] = {}
         self._lock = threading.Lock()
-        self._lanes = {name: Lane(name, self) for name in LANES}
-        self._next_lanes = {kind: cycle(names) for kind, names in LANES_OF.items()}
+        self._queues = {name: TransferQueue(name, self) for name in QUEUES}
+        self._next_queues = {kind: cycle(names) for kind, names in QUEUES_OF.items()}
 
     def submit(self, kind: str, job, *, after: Iterable[Handle | Event] = ()) -> Handle:
-        """Run ``job(lane)`` on the next lane of a kind, with its copies after `after`."""
+        """Run ``job(queue)`` on the next queue of a kind, with its copies after `after`."""
         with self._lock:  # a job may submit another
-            lane = next(self._next_lanes[kind])
-            handle = self._latest[lane] = self._lanes[lane].submit(job, after)
+            name = next(self._next_queues[kind])
+            handle = self._latest[name] = self._queues[name].submit(job, after)
         return handle
 
     def drain(self) -> None:
@@ -142,7 +146,7 @@ class Transfers:
             handle.synchronize()
 
     def _latest_jobs(self) -> Iterator[Handle]:
-        """Yield the latest job of each lane, for the caller to wait for, until there is none.
+        """Yield the latest job of each queue, for the caller to wait for, until there is none.
 
         Jobs may submit others in the meantime: `_latest` is accessed under the lock only.
         """
@@ -151,67 +155,63 @@ class Transfers:
                 latest = next(iter(self._latest.items()), None)
             if latest is None:
                 return
-            lane, handle = latest
+            name, handle = latest
             yield handle
             with self._lock:
-                if self._latest.get(lane) is handle:
-                    del self._latest[lane]
+                if self._latest.get(name) is handle:
+                    del self._latest[name]
 
     def ready(self, handle: Handle) -> None:
         """Order compute after a job; the host waits only for the host's part (disk reads)."""
-        with self.compute_span("wait", lane=WAITING):
+        with self.compute_span("wait", track=WAITING):
             self.device.wait_event(handle.event())
 
     def moved(self, link: str, nbytes: int, began, ended) -> None:
         """Record a copy between two timestamps that may not be done yet."""
         self._pending.append((link, link, nbytes, began, ended))
 
-    def compute_span(self, name: str, *, lane: str = COMPUTE) -> AbstractContextManager[None]:
-        """Return a context manager that records its body as a span in the queue of compute."""
-        return self._stamped(name, lane) if self.trace.enabled else contextlib.nullcontext()
+    def compute_span(self, name: str, *, track: str = COMPUTE) -> AbstractContextManager[None]:
+        """Return a context manager that records its body as a span of compute in the trace."""
+        return self._stamped(name, track) if self.trace.enabled else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _stamped(self, name: str, lane: str) -> Iterator[None]:
+    def _stamped(self, name: str, track: str) -> Iterator[None]:
         began = self.device.record_timestamp()
         yield
-        self._pending.append((name, lane, None, began, self.device.record_timestamp()))
-
-    def host_span(self, name: str, lane: str) -> AbstractContextManager[None]:
-        """Return a context manager that records its body as a span of work on the host."""
-        return self.trace.span(name, lane)
+        self._pending.append((name, track, None, began, self.device.record_timestamp()))
 
     def record_finished(self) -> None:
         """Record the copies and spans whose timestamps are done; the others stay pending."""
         for _ in range(len(self._pending)):
-            name, lane, nbytes, began, ended = entry = self._pending.popleft()
+            name, track, nbytes, began, ended = entry = self._pending.popleft()
             if not self.device.is_done(ended):
                 self._pending.append(entry)
                 continue
             start, end = self.device.seconds(began), self.device.seconds(ended)
             if nbytes is None:
-                self.trace.add(name, lane, start, end)
+                self.trace.add(name, track, start, end)
             else:
-                self._record(lane, nbytes, start, end)
+                self._record(track, nbytes, start, end)
 
     def abandon(self) -> None:
         """Wait for all jobs and copies and ignore errors, before buffers are freed."""
-        for lane in self._lanes.values():  # also jobs without a handle, after an interrupt
+        for queue in self._queues.values():  # also jobs without a handle, after an interrupt
             with contextlib.suppress(Exception):
-                lane.finish()
+                queue.finish()
         for handle in self._latest_jobs():
             with contextlib.suppress(Exception):
                 handle.synchronize()
-        for lane in self._lanes.values():  # copies of failed jobs
+        for queue in self._queues.values():  # copies of failed jobs
             with contextlib.suppress(Exception):
-                lane.flush()
+                queue.flush()
         with contextlib.suppress(Exception):  # zero-copy access to host memory
             self.device.record_event().synchronize()
         self._pending.clear()
 
     def close(self) -> None:
-        """Stop the lanes, then the disk."""
-        for lane in self._lanes.values():
-            lane.close()
+        """Stop the queues, then the disk."""
+        for queue in self._queues.values():
+            queue.close()
         self.disk.close()
 
     def _record(self, link: str, nbytes: int, start: float, end: float) -> None:

@@ -412,8 +412,8 @@ def test_a_good_run_writes_all_results(model, workdir, capfd):
     trace = json.loads((workdir / "t.json").read_text())
     events = trace["traceEvents"]
     assert trace["otherData"]["decode_steps"] == 4 and set(CSV_COLUMNS) < set(trace["otherData"])
-    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert {"compute", "disk->cpu", "cpu->disk"} <= lanes
+    tracks = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"compute", "disk->cpu", "cpu->disk"} <= tracks
     computed = [event["name"] for event in events if event.get("cat") == "compute"]
     assert len(computed) == 5 * (3 + 2) * 2  # tokens, layers with embedding and head, batches
 

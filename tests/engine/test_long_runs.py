@@ -41,7 +41,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.storage.disk import WORKERS, Disk
 from flexgen_h2o.storage.run_folder import RUN_PREFIX
 from flexgen_h2o.storage.tiers import PAGE, Pages
-from flexgen_h2o.storage.transfer import LANES
+from flexgen_h2o.storage.transfer import QUEUES
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 
@@ -56,7 +56,7 @@ SIZES = {"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 128, "num_
 LARGE = {"vocab_size": 8000, "hidden_size": 1024, "intermediate_size": 2816,
          "num_hidden_layers": 26, "num_attention_heads": 16, "num_key_value_heads": 16}
 """26 layers of 26 MB and two tables of 16 MB."""
-POOLS = {f"{lane}_0" for lane in LANES} | {f"disk_{worker}" for worker in range(WORKERS)}
+POOLS = {f"{queue}_0" for queue in QUEUES} | {f"disk_{worker}" for worker in range(WORKERS)}
 """Threads of an engine, which start when they are first needed together. They are not counted, once
 each; what another engine left behind is.
 """
@@ -425,7 +425,7 @@ ERRORS = {
     "write": (os, "pwritev", errno.EIO, RUN_PREFIX),
     "reader dies": (Disk, "_read_chunk", None),
     "writer dies": (Disk, "_write_chunk", None),
-    "lane dies": (WeightStore, "load_unit", None),
+    "queue dies": (WeightStore, "load_unit", None),
     "no thread starts": (threading.Thread, "start", None),
 }
 CHANGES = {
@@ -440,7 +440,7 @@ SAYS = {
     "write": "writing .* failed: Input/output error; check --offload-dir",
     "halved": "model.safetensors ends at byte [0-9]+: it was cut short during the run",
     "cut": "model.safetensors ends at byte [0-9]+: it was cut short during the run",
-    **dict.fromkeys(("reader dies", "writer dies", "lane dies", "no thread starts"),
+    **dict.fromkeys(("reader dies", "writer dies", "queue dies", "no thread starts"),
                     "^the thread died$"),
 }
 

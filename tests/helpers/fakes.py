@@ -102,7 +102,7 @@ class LazyComputeDevice(LazyDevice):
 
 
 class LazyPool:
-    """A lane's thread that runs a job when its result is read, after the earlier jobs."""
+    """A queue's thread that runs a job when its result is read, after the earlier jobs."""
 
     def __init__(self):
         self.jobs = deque()

@@ -241,16 +241,16 @@ def before_reads(monkeypatch, look) -> None:
     before(monkeypatch, Disk, "_read_chunk", lambda *_: look())
 
 
-def lanes_with(transfers, pool) -> list:
-    """Let each lane's jobs run in a ``pool()``; these pools."""
-    for lane in transfers._lanes.values():
-        lane._pool = pool()
-    return [lane._pool for lane in transfers._lanes.values()]
+def queues_with(transfers, pool) -> list:
+    """Let each queue's jobs run in a ``pool()``; these pools."""
+    for queue in transfers._queues.values():
+        queue._pool = pool()
+    return [queue._pool for queue in transfers._queues.values()]
 
 
-def flush(transfers, lane: str) -> None:
-    """Wait until the copies that a lane has queued are done."""
-    transfers._lanes[lane].flush()
+def flush(transfers, queue: str) -> None:
+    """Wait until the copies of a queue are done."""
+    transfers._queues[queue].flush()
 
 
 def under_lock(transfers) -> bool:
@@ -259,7 +259,7 @@ def under_lock(transfers) -> bool:
 
 
 def keep_latest_in(monkeypatch, transfers, latest: dict) -> None:
-    """Let this mapping keep the latest job of each lane."""
+    """Let this mapping keep the latest job of each queue."""
     monkeypatch.setattr(transfers, "_latest", latest)
 
 
@@ -273,10 +273,10 @@ def hold_first_expert(monkeypatch, llm) -> list:
     slots.clear()
     load_unit, arrivals = slots._weights.load_unit, slots.arrivals
 
-    def late(lane, buffer, *, unit):
+    def late(queue, buffer, *, unit):
         if unit is slots._weights.experts[0, 0]:
             assert go.wait(60)
-        load_unit(lane, buffer, unit=unit)
+        load_unit(queue, buffer, unit=unit)
 
     def watched():
         if not order:  # by then the second one is there

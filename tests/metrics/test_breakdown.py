@@ -20,7 +20,7 @@ from flexgen_h2o.metrics.trace import (
     union,
 )
 
-LANES = (COMPUTE, "cpu->gpu", "disk->cpu", "cpu attention")
+TRACKS = (COMPUTE, "cpu->gpu", "disk->cpu", "cpu attention")
 HORIZON = 60
 
 interval = st.tuples(st.integers(0, 45), st.integers(0, 15)).map(lambda p: (p[0], p[0] + p[1]))
@@ -47,35 +47,35 @@ def test_interval_set_operations(one, other):
         assert result == sorted(result)
 
 
-span = st.tuples(st.sampled_from([*LANES, WAITING]), interval, st.integers(0, 9))
+span = st.tuples(st.sampled_from([*TRACKS, WAITING]), interval, st.integers(0, 9))
 edges = st.lists(st.integers(0, HORIZON), min_size=3, max_size=9, unique=True).map(sorted)
 
 
 @given(st.lists(span, max_size=25), edges)
 def test_a_breakdown_counts_every_second(some, cuts):
     """Blocks one after the other: prefill up to one edge, decode up to the next, and a gap."""
-    spans = [("a span", lane, *times, nbytes) for lane, times, nbytes in some]
+    spans = [("a span", track, *times, nbytes) for track, times, nbytes in some]
     windows = {"prefill": [], "decode": []}
     for number in range(len(cuts) - 1):
         if number % 3 < 2:
             name = ("prefill", "decode")[number % 3]
             windows[name].append((cuts[number], cuts[number + 1]))
             spans.append((name, PHASES, cuts[number], cuts[number + 1], 0))
-    busy = {lane: cells(times for other, times, _ in some if other == lane)
-            for lane in (*LANES, WAITING)}
+    busy = {track: cells(times for other, times, _ in some if other == track)
+            for track in (*TRACKS, WAITING)}
     busy[COMPUTE] -= busy.pop(WAITING)
     assert [phase.name for phase in phases(spans)] == ["prefill", "decode"]
     for phase in phases(spans):
         window = cells(windows[phase.name])
         assert (phase.wall, phase.idle) == (len(window), len(window - set().union(*busy.values())))
-        assert set(phase.lanes) == {lane for lane in LANES if busy[lane] & window}
-        for lane, time in phase.lanes.items():
-            others = set().union(*(busy[other] for other in LANES if other != lane))
-            assert time.busy == len(busy[lane] & window)
-            assert time.alone == len((busy[lane] - others) & window)
+        assert set(phase.tracks) == {track for track in TRACKS if busy[track] & window}
+        for track, time in phase.tracks.items():
+            others = set().union(*(busy[other] for other in TRACKS if other != track))
+            assert time.busy == len(busy[track] & window)
+            assert time.alone == len((busy[track] - others) & window)
             assert time.nbytes == pytest.approx(sum(
                 nbytes * len(cells([times]) & window) / (times[1] - times[0])
-                for other, times, nbytes in some if other == lane and times[0] < times[1]))
+                for other, times, nbytes in some if other == track and times[0] < times[1]))
 
 
 GB = 10**9
@@ -114,8 +114,8 @@ def test_run_records_phases_and_waits(tiny_model, tmp_path):
     prefill, decode = phases(spans)
     assert (prefill.wall, decode.wall) == pytest.approx(
         (stats.prefill_seconds, stats.decode_seconds))
-    computes, waits = ([s[2:4] for s in spans if s[1] == lane] for lane in (COMPUTE, WAITING))
+    computes, waits = ([s[2:4] for s in spans if s[1] == track] for track in (COMPUTE, WAITING))
     assert waits and all(any(a <= start and end <= b for a, b in computes)
                          for start, end in waits)
-    moved = sum(phase.lanes["disk->cpu"].nbytes for phase in (prefill, decode))
+    moved = sum(phase.tracks["disk->cpu"].nbytes for phase in (prefill, decode))
     assert 0 < moved <= stats.links["disk->cpu"][0]

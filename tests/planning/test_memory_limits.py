@@ -121,7 +121,7 @@ def test_pytorch_is_held_to_the_limit(monkeypatch, nbytes, share):
 
 
 def test_memory_is_pinned_by_the_computing_gpu(monkeypatch):
-    """In the thread of a lane the first one is current, where another job may have the memory."""
+    """In the thread of a queue the first one is current, where another job may have the memory."""
     calls, buffer = [], Device().host_empty(1)
     runtime = types.SimpleNamespace(cudaHostUnregister=calls.append, cudaHostRegister=(
         lambda address, nbytes, flags: calls.append(address) or 0))

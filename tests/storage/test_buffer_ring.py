@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.delays import SEEDS, random_delays
 from helpers.fakes import LazyComputeDevice, LazyPool
-from helpers.internals import flush, keep_latest_in, lanes_with
+from helpers.internals import flush, keep_latest_in, queues_with
 from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
 from flexgen_h2o.storage.tiers import Device
-from flexgen_h2o.storage.transfer import D2H, H2D, LANES, Transfers
+from flexgen_h2o.storage.transfer import D2H, H2D, QUEUES, Transfers
 
 KEYS = frozenset(range(4))
 ACTS = ("load", "load_and_write_back", "take", "compute", "compute", "store", "release",
@@ -26,14 +26,14 @@ class Engine:
     """Loads, computes with and stores the bytes of four keys, and knows what each has to be.
 
     Jobs, copies and compute are as late as allowed unless an act runs them: where a wait is
-    missing, something sees wrong bytes. With `threads`, lanes run their jobs at once.
+    missing, something sees wrong bytes. With `threads`, queues run their jobs at once.
     """
 
     def __init__(self, count: int = 3, *, threads: bool = False):
         self.device = LazyComputeDevice()
         self.transfers = Transfers(self.device, links=LinkStats(), trace=Trace(enabled=False))
         self.pools = {} if threads else dict(
-            zip(LANES, lanes_with(self.transfers, LazyPool), strict=True))
+            zip(QUEUES, queues_with(self.transfers, LazyPool), strict=True))
         self.ring = BufferRing(self.transfers, [
             StagingBuffer(self.device.empty(1), self.device.host_empty(1)) for _ in range(count)])
         self.turns = itertools.cycle(range(count))
@@ -46,13 +46,13 @@ class Engine:
         self.met: list[tuple[list[int], int]] = []
 
     def act(self, act: str, number: int) -> None:
-        """Do what `act` says to the lane, or to the key or one that is fit for it, of a number."""
-        lane = LANES[number % len(LANES)]
+        """Do what `act` says to the queue, or to the key or one that is fit for it, of a number."""
+        queue = QUEUES[number % len(QUEUES)]
         if act == "run a job":
-            if self.pools and self.pools[lane].jobs:
-                self.pools[lane].run_one()
+            if self.pools and self.pools[queue].jobs:
+                self.pools[queue].run_one()
         elif act == "run copies":
-            flush(self.transfers, lane)
+            flush(self.transfers, queue)
         elif act == "wait for all":
             self.wait_for_all(drop_errors=number % 2 == 1)
         else:
@@ -85,10 +85,10 @@ class Engine:
     def load(self, key: int, *, writes: bool = False) -> None:
         store, value = self.stores[key], self.stored[key]
 
-        def fill(lane, buffer):
+        def fill(queue, buffer):
             buffer.host.copy_(store.host)  # at once, as a disk is read
-            lane.copy(buffer.device, buffer.host, H2D)
-            return [self.transfers.submit("stores", lambda lane: self.meet(buffer.host, value))
+            queue.copy(buffer.device, buffer.host, H2D)
+            return [self.transfers.submit("stores", lambda queue: self.meet(buffer.host, value))
                     ] if writes else None
 
         before, store.busy = store.busy, []
@@ -113,9 +113,9 @@ class Engine:
     def store(self, key: int) -> None:
         store = self.stores[key]
 
-        def empty(lane, buffer):
-            lane.copy(buffer.host, buffer.device, D2H)
-            lane.flush()
+        def empty(queue, buffer):
+            queue.copy(buffer.host, buffer.device, D2H)
+            queue.flush()
             store.host.copy_(buffer.host)  # at once, as a disk is written
 
         store.busy.append(self.ring.store(key, empty))
@@ -165,19 +165,19 @@ def test_buffers_wait_only_for_their_own_use():
     engine.compute(1)
     engine.load(2)  # where 0 was
     engine.pools["loads 0"].run_one()
-    engine.act("run copies", LANES.index("loads 0"))
+    engine.act("run copies", QUEUES.index("loads 0"))
     assert [value for _, value in engine.met] == [0, 0], "compute up to the release, and no more"
 
 
 def test_errors_are_raised_at_the_wait():
-    def fail(lane, buffer):
+    def fail(queue, buffer):
         raise OSError("no such disk")
 
     def failing(wait):
         """A load that has failed in the only buffer, and one after it."""
         engine = Engine(1)
         engine.ring.load(0, fail)
-        engine.ring.load(1, lambda lane, buffer: None)
+        engine.ring.load(1, lambda queue, buffer: None)
         with pytest.raises(OSError, match="no such disk"):
             wait(engine.ring)
         engine.wait_for_all(drop_errors=True)
@@ -205,14 +205,14 @@ def test_interrupted_submit_ends_before_buffers_are_freed(monkeypatch):
     class Interrupted(dict):
         """The latest jobs, of which one is queued, and then Ctrl-C comes."""
 
-        def __setitem__(self, lane, handle):
+        def __setitem__(self, queue, handle):
             raise KeyboardInterrupt
 
     transfers, done = Transfers(Device(), links=LinkStats(), trace=Trace(enabled=False)), []
-    lanes_with(transfers, LazyPool)
+    queues_with(transfers, LazyPool)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         keep_latest_in(patch, transfers, Interrupted())
-        transfers.submit("stores", lambda lane: transfers.submit("loads", done.append))
+        transfers.submit("stores", lambda queue: transfers.submit("loads", done.append))
     transfers.abandon()
     transfers.close()
     assert len(done) == 1

@@ -221,7 +221,7 @@ def test_jobs_submit_jobs_during_a_drain(monkeypatch):
     with contextlib.closing(transfers):
         for wait in (transfers.drain, transfers.abandon):
             keep_latest_in(monkeypatch, transfers, Changing())
-            transfers.submit("stores", lambda lane: transfers.submit("loads", done.append))
+            transfers.submit("stores", lambda queue: transfers.submit("loads", done.append))
             wait()
     assert len(done) == 2
 
