@@ -1,5 +1,6 @@
 """GGUF files that run as they are: by the codes in the file, on every tier, whole or split."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -225,6 +226,15 @@ def test_any_part_of_a_tensor_can_be_read(mixed):
             part = torch.empty(count)
             checkpoint.read_part(name, start, part)
             assert torch.equal(part, whole.view(-1)[start : start + count])
+
+
+def test_cut_file_is_an_error_and_not_a_signal(mixed, tmp_path):
+    source = Path(shutil.copy(mixed, tmp_path))
+    checkpoint = GgufCheckpoint(read_header(source))
+    os.truncate(source, 4096)
+    for read in (lambda: checkpoint.read(Q, torch.empty(checkpoint.info(Q).shape)),
+                 lambda: values(checkpoint, Q)):
+        refused(read, "cut")
 
 
 def test_scales_beyond_float16_are_requantized(tmp_path):

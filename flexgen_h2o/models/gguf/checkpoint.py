@@ -6,6 +6,7 @@ Sources: conversion/ of llama.cpp, and integrations/mxfp4.py of transformers.
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import re
@@ -42,6 +43,33 @@ _MAX_ELEMENTS = 1 << 28  # of an expert, which is converted at once; the largest
 _MAX_TENSORS = 1 << 17  # mostly experts: the largest models have some ten thousand
 _LAYER_NUMBER = re.compile(r"blk\.([0-9]{1,9})\.")
 _LAYER = re.compile(r"blk\.([0-9]{1,9})\.([a-z0-9_]+)(?:\.(weight|bias))?")
+_MADV_POPULATE_READ = 22  # madvise(2), Linux 5.14; not in the mmap module
+
+
+class MappedFile(mmap.mmap):
+    """A file mapped for reading."""
+
+    path: Path
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Read bytes into memory before they are used.
+
+        Raises `UserError` if they cannot be read, where their use would end the process (SIGBUS).
+        """
+        try:
+            self._advise(_MADV_POPULATE_READ, offset, nbytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # an older Linux
+                raise UserError(f"cannot read {self.path}: it has been cut, or its disk fails: "
+                                "get the file again") from error
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Unmap the pages of bytes, which otherwise count as memory of this process."""
+        self._advise(mmap.MADV_DONTNEED, offset, nbytes)
+
+    def _advise(self, advice: int, offset: int, nbytes: int) -> None:
+        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self.madvise(advice, first, offset + nbytes - first)
 
 
 @dataclass(frozen=True)
@@ -50,7 +78,7 @@ class GgufTensor:
 
     Attributes
     ----------
-    file : mmap
+    file : MappedFile
         The whole file.
     ggml_type : GGMLType
     shape : tuple of int
@@ -69,7 +97,7 @@ class GgufTensor:
         Stays in float32 in a converted model.
     """
 
-    file: mmap.mmap
+    file: MappedFile
     ggml_type: GGMLType
     shape: tuple[int, ...]
     offset: int
@@ -81,8 +109,10 @@ class GgufTensor:
 
     def packed(self, rows: slice) -> np.ndarray:
         """Return rows of a matrix as stored, uint8 [rows, bytes]; a vector is one row."""
+        if self.order is None:
+            return self._rows(rows)
         stored = self._rows()
-        return stored[rows if self.order is None or len(stored) == 1 else self.order[rows]]
+        return stored if len(stored) == 1 else stored[self.order[rows]]
 
     def dtype(self, target: torch.dtype) -> torch.dtype:
         """Return the dtype of the tensor in a converted model of dtype `target`."""
@@ -91,7 +121,7 @@ class GgufTensor:
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
         """Yield the values in chunks of rows, so that memory is bounded."""
         step = max(1, _CHUNK_ELEMENTS // self.shape[-1])
-        for start in range(0, len(self._rows()), step):
+        for start in range(0, math.prod(self.shape[:-1]), step):
             yield self.values(slice(start, start + step)).to(self.dtype(target))
 
     def values(self, rows: slice) -> torch.Tensor:
@@ -114,26 +144,26 @@ class GgufTensor:
 
     def repack(self, rows: range, layout: MatrixLayout, out: torch.Tensor) -> bool:
         """Write the quantized values of rows into `out`: see `ops.repack`."""
-        stored = self._rows()
         order = None if self.order is None else torch.from_numpy(self.order)[
             rows.start : rows.stop : rows.step]
         if order is None and rows.step != 1:
             order = torch.arange(rows.start, rows.stop, rows.step)
-        blocks = stored[rows.start : rows.stop] if order is None else stored
+        blocks = self._rows(slice(rows.start, rows.stop) if order is None else slice(None))
         try:
             return ops.repack(blocks, self.ggml_type, layout, out, order)
         finally:
-            self._release(stored.nbytes)
+            self.file.release(self.offset, self._row_bytes * self.shape[0])
 
-    def _rows(self) -> np.ndarray:
-        size = self.shape[-1] // self.ggml_type.elements * self.ggml_type.nbytes
-        count = math.prod(self.shape[:-1])
-        return np.frombuffer(self.file, np.uint8, count * size, self.offset).reshape(count, size)
+    @property
+    def _row_bytes(self) -> int:
+        return self.shape[-1] // self.ggml_type.elements * self.ggml_type.nbytes
 
-    def _release(self, nbytes: int) -> None:
-        """Unmap the tensor's pages, which otherwise count as memory of this process."""
-        first = self.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self.file.madvise(mmap.MADV_DONTNEED, first, self.offset + nbytes - first)
+    def _rows(self, rows: slice = slice(None)) -> np.ndarray:
+        """Return rows in the file's order, uint8 [rows, bytes]."""
+        first, stop, _ = rows.indices(math.prod(self.shape[:-1]))
+        offset, nbytes = self.offset + first * self._row_bytes, (stop - first) * self._row_bytes
+        self.file.populate(offset, nbytes)
+        return np.frombuffer(self.file, np.uint8, nbytes, offset).reshape(-1, self._row_bytes)
 
 
 @dataclass(frozen=True)
@@ -361,16 +391,18 @@ def mapped(header: GgufHeader, *, fuse: bool = True) -> Tensors:
             tensors[f"{prefix}{name}.weight"] = fused_rows(meta, layer, names, fused)
     for key, name in arch.layer_values.items():
         numbers = meta.layer_numbers(key)
-        memory = mmap.mmap(-1, 4 * len(numbers))
+        memory = MappedFile(-1, 4 * len(numbers))
         memory.write(struct.pack(f"<{len(numbers)}f", *numbers))
         tensors.update({f"{arch.layers}.{layer}.{name}": GgufTensor(memory, _F32, (1,), 4 * layer)
                         for layer in range(len(numbers))})
     return tensors
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _mapped(path: Path) -> MappedFile:
     with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        mapped_file = MappedFile(file.fileno(), 0, prot=mmap.PROT_READ)
+    mapped_file.path = path
+    return mapped_file
 
 
 def _named(meta: Metadata, arch: Architecture, name: str, match: re.Match | None,
