@@ -689,7 +689,7 @@ def _memory_check(prepared: PreparedModel) -> MemoryCheck:
     """Return the memory check for runs of an LLM with these arguments."""
     source, args, rank, draft = prepared.source, prepared.args, prepared.rank, prepared.draft
     return MemoryCheck(
-        source.config, source.weight_format.options,
+        model=source.config, weights=source.weight_format.options,
         itemsize=source.dtype.itemsize,
         writes_weights=source.writes_weights or args.offload_dir.striped,
         offload_dir=args.offload_dir,

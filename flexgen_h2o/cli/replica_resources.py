@@ -11,7 +11,8 @@ from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.report import format_bytes
-from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.planned_run import PlannedRun
 
 PROCESS_BYTES = 640 << 20
 """Resident bytes of a replica with a tiny model: Python, PyTorch, transformers and Ray. The memory
@@ -87,12 +88,9 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
         str(arguments["model"]), path=arguments.get("path"), dtype=arguments.get("dtype", "auto"),
         bits=arguments.get("weight_bits", AUTO), device=open_device("cpu"),
         weight_cache=arguments.get("weight_cache", AUTO))
-    plan = memory_plan(
-        source.config, arguments.get("policy") or Policy(), workload,
-        itemsize=source.dtype.itemsize, has_gpu=has_gpu,
-        writes_weights=source.writes_weights,
-        cache=CacheOptions(arguments.get("h2o"), arguments.get("cache_bits", 16),
-                           arguments.get("attn_sparsity", 1.0), arguments.get("key_bits"),
-                           arguments.get("value_bits")),
-        weights=source.weight_format.options)
-    return plan.total("cpu")
+    cache = CacheOptions(arguments.get("h2o"), arguments.get("cache_bits", 16),
+                         arguments.get("attn_sparsity", 1.0), arguments.get("key_bits"),
+                         arguments.get("value_bits"))
+    return MemoryPlan(PlannedRun(
+        source.config, arguments.get("policy") or Policy(), workload, source.dtype.itemsize,
+        has_gpu, source.writes_weights, cache, source.weight_format.options)).total("cpu")

@@ -32,13 +32,11 @@ STEP = 5
 """Percent that `MemoryPlan.suggest` moves at a time."""
 
 _NAMES = {"gpu": "device memory", "cpu": "host memory", "disk": "disk space"}
-_FULL_CACHE = CacheOptions()
-_PLAIN_WEIGHTS = WeightOptions()
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of a run on each tier. Make one with `memory_plan`."""
+    """Bytes of a run on each tier."""
 
     run: PlannedRun
 
@@ -143,50 +141,6 @@ class MemoryPlan:
                          for first, *values in lines)
 
 
-def memory_plan(
-    model: ModelConfig,
-    policy: Policy,
-    workload: Workload,
-    *,
-    itemsize: int,
-    has_gpu: bool = False,
-    writes_weights: bool = False,
-    cache: CacheOptions = _FULL_CACHE,
-    weights: WeightOptions = _PLAIN_WEIGHTS,
-    stage: Stage | None = None,
-    groups: int = 1,
-    draft: DraftModel | None = None,
-) -> MemoryPlan:
-    """Make the memory plan of a run.
-
-    Parameters
-    ----------
-    policy : Policy
-        Placements; the batch sizes are the workload's.
-    workload : Workload
-        The largest block.
-    itemsize : int
-        Bytes of an element of weights, cache and activations that is not quantized.
-    has_gpu : bool
-        Compute memory is separate from host memory. Otherwise both count as host memory, and
-        nothing is staged between them.
-    writes_weights : bool
-        Weights on the disk tier are written there (dummy weights, and quantized weights that no
-        weight cache keeps). Otherwise they are read from existing files and take no space.
-    weights : WeightOptions
-        Placement shares are of the bytes at rest in this format.
-    stage : Stage, optional
-        The pipeline stage that is planned.
-    groups : int
-        Groups of a block's batches in the pipeline.
-    draft : DraftModel, optional
-        The policy's draft model.
-    """
-    run = PlannedRun(model, policy, workload, itemsize, has_gpu, writes_weights, cache, weights,
-                     draft=draft)
-    return MemoryPlan(run if stage is None else run.of_stage(stage, groups))
-
-
 def _move(policy: Policy, tier: str, has_gpu: bool) -> Policy | None:
     """Move `STEP` percent of the first kind of data on `tier` to the next slower tier."""
     # Without a GPU both memory tiers are host memory, and the next slower one is the disk.
@@ -203,35 +157,32 @@ def _move(policy: Policy, tier: str, has_gpu: bool) -> Policy | None:
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
 class MemoryCheck:
     """Check of runs of one model against free memory.
 
-    Parameters
+    Attributes
     ----------
-    itemsize : int
-        Bytes of an element in the run's dtype.
-    writes_weights : bool
-        Weights on the disk tier are written to `offload_dir`.
+    model, weights, itemsize, writes_weights, draft
+        See `PlannedRun`. Weights of the disk tier are written to `offload_dir`.
+    stage, groups
+        See `PlannedRun.of_stage`.
     max_bytes : mapping of str to int or None
         Upper bounds of the bytes that count as free, for the tiers `cpu` and `gpu`.
     device_bytes : callable () -> int or None
         Returns the free bytes of a separate device; None where compute memory is host memory.
-    stage, groups, draft : Stage or None, int, DraftModel or None
-        See `memory_plan`.
     """
 
-    def __init__(self, model: ModelConfig, weights: WeightOptions, *, itemsize: int,
-                 writes_weights: bool, offload_dir: AnyDirs, max_bytes: Mapping[str, int | None],
-                 device_bytes: Callable[[], int | None], stage: Stage | None = None,
-                 groups: int = 1, draft: DraftModel | None = None):
-        self._model = model
-        self._weights = weights
-        self._itemsize = itemsize
-        self._writes_weights = writes_weights
-        self._offload_dir = offload_dir
-        self._max_bytes = max_bytes
-        self._device_bytes = device_bytes
-        self._stage, self._groups, self._draft = stage, groups, draft
+    model: ModelConfig
+    weights: WeightOptions
+    itemsize: int
+    writes_weights: bool
+    offload_dir: AnyDirs
+    max_bytes: Mapping[str, int | None]
+    device_bytes: Callable[[], int | None]
+    stage: Stage | None = None
+    groups: int = 1
+    draft: DraftModel | None = None
 
     def check_fits(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
                    loaded_bytes: int | None, show: bool = False) -> None:
@@ -265,12 +216,11 @@ class MemoryCheck:
     def plan(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
              loaded_bytes: int | None) -> tuple[MemoryPlan, MemoryLimits]:
         """Return the memory plan of a run and the free memory; parameters as in `check_fits`."""
-        device_free = self._device_bytes()
-        plan = memory_plan(self._model, policy, workload, itemsize=self._itemsize,
-                           has_gpu=device_free is not None, writes_weights=self._writes_weights,
-                           cache=cache, weights=self._weights, stage=self._stage,
-                           groups=self._groups, draft=self._draft)
-        limits = free_memory(self._offload_dir, device_free)
+        device_free = self.device_bytes()
+        run = PlannedRun(self.model, policy, workload, self.itemsize, device_free is not None,
+                         self.writes_weights, cache, self.weights, draft=self.draft)
+        plan = MemoryPlan(run if self.stage is None else run.of_stage(self.stage, self.groups))
+        limits = free_memory(self.offload_dir, device_free)
         if loaded_bytes is not None:
             limits = plan.before_loading(limits, free_heap=free_heap_bytes(loaded_bytes))
-        return plan, limits.capped(**self._max_bytes)
+        return plan, limits.capped(**self.max_bytes)

@@ -149,20 +149,42 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run whose memory and time are predicted."""
+    """A run whose memory and time are predicted.
+
+    Attributes
+    ----------
+    policy : Policy
+        Placements; the batch sizes are the workload's.
+    workload : Workload
+        The largest block.
+    itemsize : int
+        Bytes of an element of weights, cache and activations that is not quantized.
+    has_gpu : bool
+        Compute memory is separate from host memory. Otherwise nothing is staged between them.
+    writes_weights : bool
+        Weights on the disk tier are written there (random weights, and quantized weights that no
+        weight cache keeps). Otherwise they are read from existing files and take no space.
+    weights : WeightOptions
+        Placement shares are of the bytes at rest in this format.
+    stage : Stage or None
+        The pipeline stage, if the run is the part of one rank: see `of_stage`.
+    groups : int
+        Groups of a block's batches in a pipeline.
+    draft : DraftModel or None
+        The policy's draft model.
+    """
 
     model: ModelConfig
     policy: Policy
-    workload: Workload  # lengths and batch sizes of the largest block
-    itemsize: int  # bytes of an element that is not quantized
-    has_gpu: bool  # compute memory is separate from host memory
-    writes_weights: bool
-    """Weights on the disk tier are written there; otherwise they are read from the checkpoint."""
-    cache: CacheOptions
+    workload: Workload
+    itemsize: int
+    has_gpu: bool = False
+    writes_weights: bool = False
+    cache: CacheOptions = CacheOptions()
     weights: WeightOptions = WeightOptions()
-    stage: Stage | None = None  # the pipeline stage, if the run is the part of one rank
-    groups: int = 1  # groups of a block's batches in a pipeline
-    draft: DraftModel | None = None  # the policy's draft model
+    stage: Stage | None = None
+    groups: int = 1
+    draft: DraftModel | None = None
 
     def __post_init__(self) -> None:
         h2o = add_windows(self.cache.h2o, self.model.attention)
@@ -205,7 +227,7 @@ class PlannedRun:
             return None
         load = replace(self.workload, gpu_batch_size=1, num_gpu_batches=self.sequences)
         return PlannedRun(self.draft.model, Policy(prefill_chunk=DRAFT_CHUNK), load, self.itemsize,
-                          self.has_gpu, False, CacheOptions(), self.draft.weights)
+                          self.has_gpu, weights=self.draft.weights)
 
     @property
     def is_first_stage(self) -> bool:

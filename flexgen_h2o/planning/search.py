@@ -58,7 +58,7 @@ class PlanRequest:
     weights: tuple[WeightOptions, ...] = (WeightOptions(),)  # weight formats to choose from
     caches: tuple[CacheOptions, ...] = (CacheOptions(),)  # cache formats to choose from
     written_bits: frozenset[int | str] = frozenset()
-    """Weight bits that are written to disk for this run (see `memory_plan`)."""
+    """Weight bits that are written to disk for this run (`PlannedRun.writes_weights`)."""
     goal: str = "throughput"
     """Either "throughput", the most generated tokens per second over all prompts, or "latency", the
     least time of a block, which has one sequence unless batch sizes are given."""

@@ -15,7 +15,8 @@ from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import unstacked
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.registry import from_transformers
-from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.planned_run import PlannedRun
 
 
 def open_tiny(tiny, policy: Policy | None = None, **options) -> LLM:
@@ -71,7 +72,7 @@ def test_states_take_the_planned_bytes(tiny_model, tmp_path, place):
         (workspace,) = llm._engine._spares
         held = sum(part.slot_layout.nbytes(part.last - part.first, 1)
                    for part in workspace.states.tiers) * 2 * 3
-        plan = memory_plan(llm.model_config, llm.policy, Workload(5, 3, 3, 2), itemsize=4)
+        plan = MemoryPlan(PlannedRun(llm.model_config, llm.policy, Workload(5, 3, 3, 2), 4))
     rows = {row.name: row for row in plan.rows}
     states = rows["recurrent states"]
     assert states.gpu + states.cpu + states.disk == held

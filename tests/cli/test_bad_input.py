@@ -39,8 +39,8 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import articles
 from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.planning import memory_plan as memory_check
-from flexgen_h2o.planning.memory_plan import memory_plan
-from flexgen_h2o.planning.planned_run import kv_entry_bytes
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.planned_run import PlannedRun, kv_entry_bytes
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 RESULTS = ("--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json", "--log-file", "l.log")
@@ -438,7 +438,8 @@ def test_the_plan_counts_what_is_cached(model, workdir, argv):
     config = generate.parse_args(argv)
     sizes = from_transformers(json.loads((model / "config.json").read_text()), "model")
     cache = config.cache()
-    plan = memory_plan(sizes, config.policy(), Workload(40, 9, 2, 1), itemsize=4, cache=cache)
+    run = PlannedRun(sizes, config.policy(), Workload(40, 9, 2, 1), itemsize=4, cache=cache)
+    plan = MemoryPlan(run)
     (planned,) = (row.cpu for row in plan.rows if row.name == "cache")
     assert int(row["kv_cache_bytes"]) == planned
     assert int(row["full_kv_cache_bytes"]) == 2 * 48 * sizes.kv_bytes_per_token(4)

@@ -35,7 +35,7 @@ from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine import expert_counts, expert_slots, source
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.planning.cost import estimate
-from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.planned_run import PlannedRun
 
 NEW = 6
@@ -395,9 +395,9 @@ def test_the_memory_plan_counts_experts_and_slots(tiny_model, tmp_path, bits):
     policy = Policy(experts=Placement(0, 40, 60), expert_slots=4, gpu_batch_size=2)
     with LLM(str(tiny_model("qwen3_moe").folder), dtype="bfloat16", weight_bits=bits,
              weight_cache=None, policy=policy, offload_dir=tmp_path) as llm:
-        plan = memory_plan(
+        plan = MemoryPlan(PlannedRun(
             llm.model_config, policy, Workload(8, 4, 2, 1), itemsize=2, writes_weights=True,
-            weights=llm.weight_options)
+            weights=llm.weight_options))
         rows = {row.name: row for row in plan.rows}
         sizes, tiers = weight_sizes(llm), weights_of(llm).tiers
         largest = max(sum(sizes[spec.name] for spec in unit.specs.values())

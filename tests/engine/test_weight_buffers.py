@@ -16,7 +16,8 @@ from flexgen_h2o.engine.weight_files import ALIGN, WeightBuffer
 from flexgen_h2o.models import family
 from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.registry import from_transformers
-from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.storage import placement
 
 PLACEMENTS = [(100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30)]
@@ -112,7 +113,7 @@ def test_buffers_are_as_planned_and_reads_in_order(tiny_model, disk, monkeypatch
     tiny = tiny_model("opt")
     config = from_transformers(tiny.config, "tiny")
     policy = Policy(weights=Placement(100 - disk, 0, disk), gpu_batch_size=5)
-    planned = memory_plan(config, policy, Workload(30, 5, 5, 1), itemsize=4)
+    planned = MemoryPlan(PlannedRun(config, policy, Workload(30, 5, 5, 1), itemsize=4))
 
     prompts = make_prompts(tiny.model.config.vocab_size, [30, 11, 7, 23, 1])
     with LLM(str(tiny.folder), policy=policy, dtype="float32", progress=False) as llm:

@@ -16,8 +16,8 @@ from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import Budget, budget, num_cached, num_slots
-from flexgen_h2o.planning.memory_plan import memory_plan
-from flexgen_h2o.planning.planned_run import layer_slots
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.planned_run import PlannedRun, layer_slots
 
 WINDOW = 7  # of the tiny model, in all of its layers
 LENGTHS = [6, 7, 8, 19, 1]  # around the window, and far longer
@@ -100,16 +100,17 @@ def test_the_memory_plan_knows_slots_by_layer(tiny):
     one = replace(config, attention=(AttentionVariant(window=7), *(AttentionVariant(),) * 2))
     load = Workload(100, 29, 1, 1)
     none = replace(config, attention=())
-    plans = [memory_plan(model, Policy(), load, itemsize=4) for model in (config, one, none)]
+    plans = [MemoryPlan(PlannedRun(model, Policy(), load, itemsize=4))
+             for model in (config, one, none)]
     held = [layer_slots(plan.run.cache, plan.run.model, load) for plan in plans]
     assert held == [(6, 6, 6), (6, 128, 128), (128, 128, 128)]
     caches = [next(row.cpu for row in plan.rows if row.name == "cache") for plan in plans]
     assert caches == [sum(slots) * caches[2] // 384 for slots in held]
     # Chunks go through the window: no prompt is held whole.
-    chunked = memory_plan(config, Policy(prefill_chunk=10), load, itemsize=4)
+    chunks = PlannedRun(config, Policy(prefill_chunk=10), load, itemsize=4)
+    chunked = MemoryPlan(chunks)
     assert not chunked.run.gathers_prompts and chunked.run.evicts_chunks
-    packed = memory_plan(config, Policy(prefill_chunk=10), load, itemsize=4,
-                         cache=CacheOptions(bits=4))
+    packed = MemoryPlan(replace(chunks, cache=CacheOptions(bits=4)))
     assert packed.run.gathers_prompts
 
 

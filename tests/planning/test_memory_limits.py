@@ -16,7 +16,8 @@ from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.storage.tiers import CudaDevice, Device
 
@@ -57,8 +58,8 @@ def options(tiny_model, tmp_path):
 
 def needed(tier: str, options, policy=None) -> int:
     with LLM(**options) as llm:
-        plan = memory_plan(llm.model_config, policy or Policy(), LOAD, itemsize=4,
-                           has_gpu=tier == "gpu")
+        plan = MemoryPlan(PlannedRun(llm.model_config, policy or Policy(), LOAD, itemsize=4,
+                                     has_gpu=tier == "gpu"))
     return plan.total(tier)
 
 

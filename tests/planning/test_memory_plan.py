@@ -26,7 +26,7 @@ from flexgen_h2o.h2o.budget import num_cached
 from flexgen_h2o.models import family
 from flexgen_h2o.models.registry import from_transformers, published
 from flexgen_h2o.planning import memory_rows, planned_run
-from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.storage.free_memory import (
     MemoryLimits,
     cgroup_free,
@@ -46,6 +46,10 @@ ALL_GPU = (100, 0, 100, 0)
 def make_policy(*percent) -> Policy:
     weights, cache, activations = parse_percent(percent)
     return Policy(num_gpu_batches=2, weights=weights, cache=cache, activations=activations)
+
+
+def memory_plan(*arguments, **options) -> MemoryPlan:
+    return MemoryPlan(planned_run.PlannedRun(*arguments, **options))
 
 
 def make_plan(*percent, load=LOAD, **options):
