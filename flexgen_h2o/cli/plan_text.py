@@ -20,6 +20,8 @@ from flexgen_h2o.planning.search import TIE_RATIO, PlanCandidate, tie_break_reas
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 ALTERNATIVES = 3
+INDENT = 13
+"""Column at which the text of a line begins."""
 
 
 def policy_flags(run: PlannedRun) -> str:
@@ -72,7 +74,7 @@ def plan_text(hardware: Hardware, candidates: Sequence[PlanCandidate], limits: M
 
 def line(name: str, text: str) -> str:
     """Format a line of a plan."""
-    return f"{name:<12} {text}"
+    return f"{name:<{INDENT - 1}} {text}"
 
 
 def plan_sentences(plan: MemoryPlan, limits: MemoryLimits) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.cli.flags import GOALS
-from flexgen_h2o.cli.plan_text import line, plan_text
+from flexgen_h2o.cli.plan_text import INDENT, line, plan_text
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.cache_layout import CacheOptions
@@ -23,8 +23,9 @@ from flexgen_h2o.config.policy import DUMMY, Workload
 from flexgen_h2o.config.weight_layout import AUTO, WEIGHT_BITS, WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import path_exists
-from flexgen_h2o.files.terminal import print_stderr
+from flexgen_h2o.files.terminal import print_stderr, print_stdout
 from flexgen_h2o.kernels.implementations import AutotuneTable
+from flexgen_h2o.metrics.report import fit_rows
 from flexgen_h2o.models.gguf.config import config_of, header_options, names_gguf
 from flexgen_h2o.models.gguf.header import gguf_file, read_header
 from flexgen_h2o.models.model_config import ModelConfig
@@ -63,8 +64,10 @@ RECALL_PERPLEXITY = 1.04
 
 @dataclass(frozen=True)
 class PlanSubject:
-    """The machine and the model of a plan."""
+    """The prompts, the machine and the model of a plan."""
 
+    workload: Workload  # lengths, and the batch sizes of a given policy
+    prompts: int | None  # number of prompts; None: one block of them
     hardware: Hardware
     limits: MemoryLimits  # memory that the run may take
     model: ModelConfig
@@ -91,10 +94,14 @@ class Plan:
     config: RunConfig  # the chosen policy in place of `auto`, without flags of the search
     best: PlanCandidate  # the run of that config, with its predicted times
     implementations: AutotuneTable  # the machine's fastest kernels
-    text: str  # to print
+    text: str  # a line per row; `show` wraps them
     bounds: tuple[int, ...] | None = None
     """Layer bounds of the ranks in a pipeline (see `Stage.for_rank`)."""
     recall: RecallProposal | None = None  # for a full cache that is not all in the fastest memory
+
+    def show(self) -> None:
+        """Print the plan."""
+        print_stdout(fit_rows(self.text, INDENT))
 
 
 def plan(config: RunConfig, load: Workload, prompts: int | None,
@@ -104,20 +111,20 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
     Raises `UserError` if the model or the machine is not available, a text is too long for the
     model, or nothing fits.
 
-    `load`: lengths, and the batch sizes of a given policy. `prompts`: number of prompts; None: one
-    block of synthetic prompts. `texts`: the prompts, if they are texts. For this machine, the
-    longest one is tokenized and checked.
+    `load` and `prompts`: see `PlanSubject`. `texts`: the prompts, if they are texts. For this
+    machine, the longest one is tokenized and checked.
     """
-    subject = (_this_machine(config, texts) if config.hardware is None
-               else _other_machine(config, config.hardware))
+    subject = (_this_machine(config, load, prompts, texts) if config.hardware is None
+               else _other_machine(config, config.hardware, load, prompts))
     subject = replace(subject, limits=subject.limits.capped(
         cpu=config.memory_limit, gpu=config.device_memory_limit))
     if not config.synthetic:  # the length is an estimate
-        load = load.cut(longest_prompt(subject.model, config.h2o()))
-    candidates, bounds = _candidates(config, subject, load, prompts)
-    best, speculation = _speculation(config, subject, load, prompts, candidates[0])
+        longest = longest_prompt(subject.model, config.h2o())
+        subject = replace(subject, workload=load.cut(longest))
+    candidates, bounds = _candidates(config, subject)
+    best, speculation = _speculation(config, subject, candidates[0])
     lines = [plan_text(subject.hardware, [best, *candidates[1:]], subject.limits, bounds)]
-    recall = _faster_recall(config, subject, load, prompts, full=best)
+    recall = _faster_recall(config, subject, full=best)
     if recall is not None:
         lines.append(line("recall", (
             f"{recall.flags}: {recall.candidate.tokens_per_second:.4g} tokens/s predicted, "
@@ -135,8 +142,8 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
                 recall)
 
 
-def _speculation(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None,
-                 candidate: PlanCandidate) -> tuple[PlanCandidate, str | None]:
+def _speculation(config: RunConfig, subject: PlanSubject, candidate: PlanCandidate
+                 ) -> tuple[PlanCandidate, str | None]:
     """Choose whether a run drafts, and return a text that says when drafts pay.
 
     Without `--speculate`, `--percent auto` drafts for one sequence of a batch, out of the text, if
@@ -149,8 +156,7 @@ def _speculation(config: RunConfig, subject: PlanSubject, load: Workload, prompt
         return candidate, None
     if not given:
         try:
-            (drafting, *_), _ = _candidates(replace(config, speculate="ngram"), subject, load,
-                                            prompts)
+            (drafting, *_), _ = _candidates(replace(config, speculate="ngram"), subject)
         except UserError:
             return candidate, None
     run, plain = drafting.run, drafting.estimate.step.seconds
@@ -172,7 +178,8 @@ def _speculation(config: RunConfig, subject: PlanSubject, load: Workload, prompt
         f"{pays}{advice}")
 
 
-def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
+def _this_machine(config: RunConfig, load: Workload, prompts: int | None, texts: Sequence[str]
+                  ) -> PlanSubject:
     """Return this machine with its free memory, and the model as a run would load it."""
     from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.engine.tokenizer import InputProcessor
@@ -205,13 +212,14 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     cpu_bytes = min(int(USABLE_SHARE * free.cpu_bytes), free.cpu_bytes - RESERVED_BYTES)
     limits = MemoryLimits(None if free.gpu_bytes is None else int(USABLE_SHARE * free.gpu_bytes),
                           max(0, cpu_bytes), int(USABLE_SHARE * free.disk_bytes))
-    return PlanSubject(hardware, limits, source.config, source.dtype.itemsize,
+    return PlanSubject(load, prompts, hardware, limits, source.config, source.dtype.itemsize,
                        lambda bits: replace(source, bits=bits).weight_format.options,
                        None if draft is None else
                        DraftModel(draft.config, draft.weight_format.options))
 
 
-def _other_machine(config: RunConfig, path: str) -> PlanSubject:
+def _other_machine(config: RunConfig, path: str, load: Workload, prompts: int | None
+                   ) -> PlanSubject:
     """Return the machine in the file of `--hardware`, all of its memory, and the model's shape."""
     try:
         hardware = load_hardware(path)
@@ -227,8 +235,8 @@ def _other_machine(config: RunConfig, path: str) -> PlanSubject:
     if config.draft_model is not None:
         shape, formats = _shape(config.draft_model, config.draft_model, on_gpu=hardware.has_gpu)
         draft = DraftModel(shape, formats(AUTO if names_gguf(config.draft_model) else 16))
-    return PlanSubject(hardware, limits, model, 4 if config.dtype == "float32" else 2, weights,
-                       draft)
+    return PlanSubject(load, prompts, hardware, limits, model,
+                       4 if config.dtype == "float32" else 2, weights, draft)
 
 
 def _shape(model: str, name: str, *, on_gpu: bool
@@ -279,29 +287,28 @@ def _written_bits(config: RunConfig) -> frozenset[int | str]:
     return frozenset((AUTO, *WEIGHT_BITS[1:]) if config.no_weight_cache else ())
 
 
-def _candidates(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None
+def _candidates(config: RunConfig, subject: PlanSubject
                 ) -> tuple[Sequence[PlanCandidate], tuple[int, ...] | None]:
     """Return the best policies, or the given one if it fits, and a pipeline's layer bounds."""
     hardware, limits, ranks = subject.hardware, subject.limits, config.pipeline_parallel
     bits = config.resolved_weight_bits
     if config.percent == AUTO:
-        request = _request(config, subject, load, prompts)
+        request = _request(config, subject)
         if ranks == 1:
             return search(hardware, request, limits), None
         pipelines = search_pipeline(hardware, request, ranks, limits)
         return [pipeline.candidate for pipeline in pipelines], pipelines[0].bounds
-    run = PlannedRun(subject.model, config.policy(), load, subject.itemsize, hardware.has_gpu,
-                     bits in _written_bits(config), config.cache(), subject.weights(bits),
-                     draft=subject.draft)
+    run = PlannedRun(subject.model, config.policy(), subject.workload, subject.itemsize,
+                     hardware.has_gpu, bits in _written_bits(config), config.cache(),
+                     subject.weights(bits), draft=subject.draft)
     if ranks > 1:
-        pipeline = predict_pipeline(hardware, run, ranks, limits, prompts)
+        pipeline = predict_pipeline(hardware, run, ranks, limits, subject.prompts)
         return [pipeline.candidate], pipeline.bounds
     MemoryPlan(run).check(limits)
-    return [predict(hardware, run, prompts)], None
+    return [predict(hardware, run, subject.prompts)], None
 
 
-def _request(config: RunConfig, subject: PlanSubject, load: Workload,
-             prompts: int | None) -> PlanRequest:
+def _request(config: RunConfig, subject: PlanSubject) -> PlanRequest:
     """Return the input of the policy search."""
     weight_bits: tuple[Any, ...] = (config.resolved_weight_bits,)
     caches: tuple[CacheOptions, ...] = (config.cache(),)
@@ -310,8 +317,9 @@ def _request(config: RunConfig, subject: PlanSubject, load: Workload,
     if config.allow_compression and not config.gives_cache_bits:
         caches = tuple(CacheOptions(config.h2o(), bits, config.attn_sparsity) for bits in BITS)
     return PlanRequest(
-        model=subject.model, prompt_len=load.prompt_len, gen_len=load.gen_len,
-        itemsize=subject.itemsize, prompts=prompts, policy=config.policy(),
+        model=subject.model, prompt_len=subject.workload.prompt_len,
+        gen_len=subject.workload.gen_len, itemsize=subject.itemsize, prompts=subject.prompts,
+        policy=config.policy(),
         gpu_batch_size=config.gpu_batch_size if config.resolved_speculate is None else 1,
         num_gpu_batches=(config.resolved_num_gpu_batches if config.num_gpu_batches
                          or config.resolved_speculate and config.gpu_batch_size else None),
@@ -319,8 +327,8 @@ def _request(config: RunConfig, subject: PlanSubject, load: Workload,
         written_bits=_written_bits(config), goal=config.goal, draft=subject.draft)
 
 
-def _faster_recall(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None, *,
-                   full: PlanCandidate) -> RecallProposal | None:
+def _faster_recall(config: RunConfig, subject: PlanSubject, *, full: PlanCandidate
+                   ) -> RecallProposal | None:
     """Return recall in place of a `full` cache that is partly on slower tiers, if it is faster.
 
     It needs more memory than the full cache, and so does not help where that does not fit.
@@ -334,7 +342,7 @@ def _faster_recall(config: RunConfig, subject: PlanSubject, load: Workload, prom
         with suppress(UserError):
             other = replace(config, **added)
             _check_model(other, subject.model, has_gpu=subject.hardware.has_gpu)
-            candidates, _ = _candidates(other, subject, load, prompts)
+            candidates, _ = _candidates(other, subject)
             flags = " ".join(flag_name(name) + ("" if value is True else f" {value}")
                              for name, value in added.items())
             faster.append(RecallProposal(flags, candidates[0]))

@@ -27,7 +27,7 @@ from flexgen_h2o.cli.values import flag
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.files.writing import catch_write_errors
-from flexgen_h2o.metrics.report import WIDTH, align_columns, fit_rows, stats_table
+from flexgen_h2o.metrics.report import WIDTH, align_columns, stats_table
 from flexgen_h2o.metrics.run_stats import RunStats, ratio
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ def run(options: BenchOptions) -> None:
         from flexgen_h2o.cli import planner  # only now: it loads scipy
 
         plan = planner.plan(config, workload(config, ()), config.num_prompts)
-        print_stdout(fit_rows(plan.text, 13) + "\n")
+        plan.show()
+        print_stdout("")
         config, best, implementations = plan.config, plan.best, plan.implementations
     with open_llm(config, workload=workload(config, ()), implementations=implementations,
                   progress=None if config.verbose else False) as llm:

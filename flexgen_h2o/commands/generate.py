@@ -57,7 +57,7 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
         plan = planner.plan(config, workload(config, texts), len(texts) or config.num_prompts,
                             texts)
         if config.plan_only or config.verbose >= 1:
-            print_stdout(report.fit_rows(plan.text, 13))
+            plan.show()
         if config.plan_only:
             return
         config, best, implementations = plan.config, plan.best, plan.implementations

@@ -26,7 +26,6 @@ from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.terminal import print_stdout
-from flexgen_h2o.metrics.report import fit_rows
 from flexgen_h2o.requests.tokenizing import BoundedEncoder, RequestTokenizer
 
 if TYPE_CHECKING:
@@ -207,7 +206,7 @@ def _open_planned(options: ServeOptions) -> LLM:
     load = Workload(length - new, new, config.resolved_gpu_batch_size,
                     config.resolved_num_gpu_batches)
     plan = planner.plan(replace(config, prompt_len=load.prompt_len), load, None)
-    print_stdout(fit_rows(plan.text, 13))
+    plan.show()
     return open_llm(plan.config, implementations=plan.implementations)
 
 

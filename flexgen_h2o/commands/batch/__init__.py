@@ -39,7 +39,6 @@ from flexgen_h2o.files.terminal import byte_bar, print_stdout
 from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics import report
-from flexgen_h2o.metrics.report import fit_rows
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.requests.input import JobInput
 from flexgen_h2o.requests.results import ResultsFile
@@ -172,8 +171,8 @@ def dry_run(options: BatchOptions, source: JobInput) -> int:
     if stats.failures < stats.requests:
         plan = plan_job(options.run, stats)
         hours = predict_seconds(plan.config, stats) / 3600
-        print_stdout(f"{fit_rows(plan.text, 13)}\n"
-                     f"all requests   at most {hours:.4g} hours, each to its most tokens")
+        plan.show()
+        print_stdout(f"all requests   at most {hours:.4g} hours, each to its most tokens")
     if options.strict:
         _refuse_failures(options, stats)
     return ALL_FAILED if stats.failures == stats.requests else 0
@@ -213,7 +212,7 @@ def _resolve_plan(options: BatchOptions, source: JobInput
         return replace(config, percent=RunConfig.percent, goal=RunConfig.goal,
                        allow_compression=False, recalibrate=False), None, None
     plan = plan_job(config, stats)
-    print_stdout(fit_rows(plan.text, 13))
+    plan.show()
     return plan.config, plan.implementations, plan.bounds
 
 
