@@ -122,7 +122,7 @@ def ideal_plan_of(llm: LLM, config: RunConfig, dtype: str) -> PlanCandidate | st
     """Return the roofline of the run on this machine, or why it is not known."""
     from flexgen_h2o.planning import calibrate
     from flexgen_h2o.planning.planned_run import PlannedRun
-    from flexgen_h2o.planning.search import ideal_plan
+    from flexgen_h2o.planning.roofline import ideal_plan
     from flexgen_h2o.storage.tiers import open_device
 
     device = open_device(config.device)

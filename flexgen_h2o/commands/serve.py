@@ -133,10 +133,10 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
     the model cannot be loaded.
     """
     try:
+        from flexgen_h2o.planning.roofline import DecodeRoofline
         from flexgen_h2o.serving.api import Api
         from flexgen_h2o.serving.dashboard import Dashboard
         from flexgen_h2o.serving.metrics import Metrics
-        from flexgen_h2o.serving.roofline import DecodeRoofline
         from flexgen_h2o.serving.scheduler import Scheduler
         from flexgen_h2o.serving.server import Server
         from flexgen_h2o.serving.store import Store
@@ -156,10 +156,10 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
             sentences.append(f"Roofline: {hardware}.")
         encoder = BoundedEncoder(llm, max_len)
         with RequestTokenizer(encoder, defaults, options.template) as tokenizer:
+            roofline = None if isinstance(hardware, str) else DecodeRoofline(hardware, plan.run)
             scheduler = Scheduler(
-                llm, store, tokenizer, Metrics(options.name), max_model_len=max_len,
-                block_seconds=options.max_block_seconds, max_queue=options.max_queue,
-                roofline=None if isinstance(hardware, str) else DecodeRoofline(hardware, plan.run))
+                llm, store, tokenizer, Metrics(options.name, roofline), max_model_len=max_len,
+                block_seconds=options.max_block_seconds, max_queue=options.max_queue)
             api = Api(store, scheduler, tokenizer, defaults, model=options.name,
                       max_model_len=max_len, max_file=options.max_file_size)
             dashboard = Dashboard(store, scheduler, model=options.name, plan=sentences,

@@ -2,25 +2,25 @@
 
 For each batch shape, a linear program finds the placement shares (FlexGen, arXiv 2303.06865,
 section 4.3). Its solution is rounded to whole percents and sequences and checked against the exact
-memory plan: a policy that does not fit is never proposed. The roofline of a run is here too.
+memory plan: a policy that does not fit is never proposed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.layers import MIN_EXPERT_SLOTS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload
-from flexgen_h2o.config.weight_layout import WEIGHT_BITS, WeightOptions
+from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.planning.cost import Estimate, estimate
-from flexgen_h2o.planning.hardware import BILLION, ComputeRates, Hardware, HostAttentionRates
+from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.placement_solver import PlacementSolver
 from flexgen_h2o.planning.planned_run import DraftModel, PlannedRun
@@ -298,73 +298,3 @@ def _raise_nothing_fits(hardware: Hardware, request: PlanRequest, limits: Memory
     on_disk = replace(run.policy, weights=Placement(0, 0, 100), cache=Placement(0, 0, 100))
     MemoryPlan(replace(run, policy=on_disk)).check(limits)
     raise UserError("no policy was found that fits: give --percent and batch sizes")
-
-
-_SIDE = 1 << 15  # rows and columns of a matrix for which padding is negligible
-
-
-def bytes_per_weight(bits: int, mxfp4: bool = False) -> float:
-    """Return the bytes of an element of a large matrix at rest, with its part of the group scales.
-
-    With `mxfp4`, 4 bits are MXFP4.
-    """
-    shape = (_SIDE, _SIDE)
-    options = WeightOptions(bits, mxfp4=frozenset({shape} if mxfp4 and bits == 4 else ()))
-    return options.matrix_bytes(shape, 2) / _SIDE**2
-
-
-def ideal_hardware(hardware: Hardware, mxfp4: bool = False) -> Hardware:
-    """Return a machine that runs everything at the best rates of `hardware`.
-
-    Memory is read at the bandwidth of the fastest matmul or attention, and matmuls and attention
-    run at the highest measured FLOP/s. Nothing else takes time, and transfers do not interfere with
-    compute. Links keep their rates. Recall reads selected tokens at the sequential rate. With
-    `mxfp4`, a 4-bit matmul reads no more bytes than one in MXFP4.
-    """
-    compute = hardware.compute
-    timed, rounded = _matmul_points(compute.linear), _matmul_points(compute.rounded_linear)
-    host = hardware.host_attention
-    bandwidth = max(*(bytes_per_weight(bits) / seconds for bits, _, seconds in timed + rounded),
-                    *compute.decode_attention.values())
-    flops = max(*(2 * rows / seconds for _, rows, seconds in timed),
-                *compute.prefill_attention.values())
-    read = {bits: bytes_per_weight(bits, mxfp4) / bandwidth for bits in WEIGHT_BITS}
-    linear = {bits: _roofline_table(read[bits], flops) for bits in WEIGHT_BITS}
-    whole = max((2 * rows / seconds for _, rows, seconds in rounded), default=flops)
-    rounded_linear = {bits: _roofline_table(read[bits], whole) for bits in compute.rounded_linear}
-    return replace(
-        hardware, interference=0.0, read_interference=0.0, fetch_seconds=0.0,
-        fetch_head_seconds=0.0,
-        recall=replace(hardware.recall, index_cost=1, gather_cost=1),
-        compute=ComputeRates(linear=linear, rounded_linear=rounded_linear,
-                             prefill_attention=dict.fromkeys(compute.prefill_attention, flops),
-                             decode_attention=dict.fromkeys(compute.decode_attention, bandwidth),
-                             head_seconds=0.0, elementwise=0.0, layer_seconds=0.0,
-                             logit_seconds=0.0),
-        host_attention=host and HostAttentionRates(
-            dict.fromkeys(host.decode_attention, max(host.decode_attention.values())), 0.0))
-
-
-def _matmul_points(tables: Mapping[int, Mapping[int, float]]) -> list[tuple[int, int, float]]:
-    """Return (bits, rows, seconds per weight element) of every measured matmul."""
-    return [(bits, rows, seconds / BILLION) for bits, by_rows in tables.items()
-            for rows, seconds in by_rows.items()]
-
-
-def _roofline_table(read: float, flops: float) -> dict[Any, float]:
-    """Return the seconds of matmuls with a billion weights, by rows.
-
-    They are constant while memory-bound, at `read` seconds per weight, and proportional to rows
-    while compute-bound.
-    """
-    turn = max(1.0, flops * read / 2)
-    return {1: BILLION * max(read, 2 / flops), turn: BILLION * 2 * turn / flops}
-
-
-def ideal_plan(hardware: Hardware, run: PlannedRun, prompts: int | None = None) -> PlanCandidate:
-    """Return the roofline of a run with its placements and batch sizes, fully overlapped.
-
-    `hardware`: measured in the run's dtype. `prompts`: see `predict`.
-    """
-    best = ideal_hardware(hardware, mxfp4=bool(run.weights.mxfp4))
-    return predict(best, replace(run, policy=replace(run.policy, overlap=True)), prompts)

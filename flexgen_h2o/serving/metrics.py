@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.planning.roofline import DecodeRoofline
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1800)
 _SAMPLE_SECONDS = 0.25
@@ -36,6 +37,8 @@ class Rate:
 class Metrics:
     """The metrics of one server.
 
+    `roofline`: of the decode steps; None if it is not known.
+
     Attributes
     ----------
     running, waiting : Gauge
@@ -48,7 +51,7 @@ class Metrics:
         Of requests that a client waits for: time to their first token, and to their end.
     """
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, roofline: DecodeRoofline | None = None):
         self._registry = CollectorRegistry()
 
         def add(metric_type: Callable, name: str, text: str, *labels: str,
@@ -58,7 +61,7 @@ class Metrics:
             return metric if labels else metric.labels(model_name=model)
 
         seconds = {"buckets": _SECONDS}
-        self._model = model
+        self._model, self._decode_roofline = model, roofline
         self.running: Gauge = add(Gauge, "vllm:num_requests_running", "Sequences of the block")
         self.waiting: Gauge = add(Gauge, "vllm:num_requests_waiting", "Sequences that wait")
         self.prompt_tokens: Counter = add(
@@ -93,12 +96,10 @@ class Metrics:
         self.generation_tokens.inc(new_tokens)
         self._requests.labels(model_name=self._model, finished_reason=reason).inc()
 
-    def count_block(self, stats: RunStats, seconds: float, least: float | None = None) -> None:
-        """Count what a block moved and found, and its time.
-
-        `least` is the least possible time of its decode steps, if it is known.
-        """
+    def count_block(self, stats: RunStats, seconds: float) -> None:
+        """Count what a block moved and found, and its time."""
         self._block_seconds.observe(seconds)
+        least = self._decode_roofline and self._decode_roofline.seconds(stats)
         if least is not None:
             self._decode.inc(stats.decode_seconds)
             self._roofline.inc(least)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexgen_h2o.engine.detokenization import ReasoningParser
 from flexgen_h2o.errors import PromptError, PromptMemoryError, UserError, lacks_memory
@@ -24,8 +24,8 @@ from flexgen_h2o.requests.fields import BadRequest
 from flexgen_h2o.requests.results import failure_reason
 from flexgen_h2o.requests.tokenizing import RequestTokenizer, TokenizedRequest
 from flexgen_h2o.serving.batches import BatchRun, InvalidInput
+from flexgen_h2o.serving.live import LiveRequest
 from flexgen_h2o.serving.metrics import Metrics, Rate
-from flexgen_h2o.serving.roofline import DecodeRoofline
 from flexgen_h2o.serving.store import Batch, Store
 
 if TYPE_CHECKING:
@@ -49,30 +49,10 @@ class QueueFull(Unavailable):
     """Too many live requests wait."""
 
 
-class Sink(Protocol):
-    """Consumer of the outputs of a request: a `BatchRun` or a `LiveRequest`."""
-
-    def add_output(self, request: TokenizedRequest, choice: int, output: Output) -> None:
-        """Take the output of a choice."""
-
-    def fail(self, request: TokenizedRequest, error: BadRequest) -> None:
-        """Take the error of a request that cannot go on."""
-
-
-class LiveSink(Sink, Protocol):
-    """A request that a client waits for."""
-
-    request: TokenizedRequest
-
-    def add_text(self, choice: int, text: str, last: bool) -> None:
-        """Take the text of a new token."""
-
-    def stop(self, message: str) -> None:
-        """Take the reason why the server gives the request up."""
-
-
 class _Owner(NamedTuple):
-    sink: Sink
+    """The request and the choice that a sequence computes, and who gets its output."""
+
+    receiver: BatchRun | LiveRequest
     request: TokenizedRequest
     choice: int
 
@@ -88,16 +68,14 @@ class Scheduler:
         Maximum time of a block.
     max_queue : int
         Maximum number of sequences of live requests.
-    roofline : DecodeRoofline, optional
     """
 
     def __init__(self, llm: LLM, store: Store, tokenizer: RequestTokenizer, metrics: Metrics, *,
-                 max_model_len: int, block_seconds: float, max_queue: int,
-                 roofline: DecodeRoofline | None = None):
+                 max_model_len: int, block_seconds: float, max_queue: int):
         self._llm, self._store, self._tokenizer, self.metrics = llm, store, tokenizer, metrics
         self._open_session: Callable[[], Any] = partial(
             llm.open_session, max_model_len=max_model_len, block_seconds=block_seconds)
-        self._max_queue, self._roofline = max_queue, roofline
+        self._max_queue = max_queue
         self._block = llm.policy.gpu_batch_size * llm.policy.num_gpu_batches
         self._window = max(_MIN_WINDOW, _WINDOW_BLOCKS * self._block)
         self.parser = None if llm.tokenizer is None else ReasoningParser(llm.tokenizer)
@@ -188,7 +166,7 @@ class Scheduler:
 
     # Live requests.
 
-    def submit(self, sink: LiveSink) -> list[int]:
+    def submit(self, live: LiveRequest) -> list[int]:
         """Add a live request, which the next block computes. Return the keys of its choices.
 
         Raises
@@ -198,7 +176,7 @@ class Scheduler:
         BadRequest
             The request is not possible.
         """
-        request, keys = sink.request, []
+        request, keys = live.request, []
         with self._lock:
             if self._stopping or self._error:
                 raise Unavailable(self._error or "the server is stopping")
@@ -207,9 +185,9 @@ class Scheduler:
             hurry = self._live < self._block
             try:
                 for choice, (prompt, params) in enumerate(request.sequences()):
-                    on_text = None if self.parser is None else partial(sink.add_text, choice)
+                    on_text = None if self.parser is None else partial(live.add_text, choice)
                     key = self._session.add(prompt, params, priority=1, on_text=on_text)
-                    self._owners[key] = _Owner(sink, request, choice)
+                    self._owners[key] = _Owner(live, request, choice)
                     keys.append(key)
                     self._live += 1
             except UserError as error:
@@ -232,7 +210,7 @@ class Scheduler:
 
     def _pop(self, key: int) -> _Owner | None:
         owner = self._owners.pop(key, None)
-        if owner is not None and not isinstance(owner.sink, BatchRun):
+        if owner is not None and isinstance(owner.receiver, LiveRequest):
             self._live -= 1
         return owner
 
@@ -288,7 +266,7 @@ class Scheduler:
         """Take the sequences of a batch out of the session."""
         self._runs.remove(run)
         with self._lock:
-            self._abort([key for key, owner in self._owners.items() if owner.sink is run])
+            self._abort([key for key, owner in self._owners.items() if owner.receiver is run])
 
     def _update_runs(self) -> None:
         """Take in opened batches, and end those that are finished, cancelled or expired."""
@@ -372,14 +350,13 @@ class Scheduler:
             self.metrics.waiting.set(0)
         stats = self._session.stats
         if stats is not None:
-            least = None if self._roofline is None else self._roofline.seconds(stats)
-            self.metrics.count_block(stats, time.monotonic() - began, least)
+            self.metrics.count_block(stats, time.monotonic() - began)
         with self._lock:
             finished = [(self._pop(key), output) for key, output in outputs.items()]
         for owner, output in finished:
             if owner is not None:  # None: aborted during the block
                 self._largest = max(self._largest, owner.request.max_tokens())
-                owner.sink.add_output(owner.request, owner.choice, output)
+                owner.receiver.add_output(owner.request, owner.choice, output)
                 self.metrics.count(len(output.prompt_token_ids), len(output.token_ids),
                                    output.finish_reason)
         self._flush()
@@ -400,11 +377,11 @@ class Scheduler:
             pass
         elif not isinstance(error, PromptMemoryError) or (
                 0 < self._largest < owner.request.max_tokens()):
-            owner.sink.fail(owner.request, failure_reason(error))
-        elif isinstance(owner.sink, BatchRun):
-            self._suspend(owner.sink, error)
+            owner.receiver.fail(owner.request, failure_reason(error))
+        elif isinstance(owner.receiver, BatchRun):
+            self._suspend(owner.receiver, error)
         else:
-            owner.sink.stop(str(error))  # type: ignore[attr-defined]
+            owner.receiver.stop(str(error))
         self._flush()
 
     def _flush(self) -> None:
@@ -440,12 +417,12 @@ class Scheduler:
     def _give_up(self, message: str) -> None:
         """Fail live requests, and close batches."""
         with self._lock:
-            sinks = {id(owner.sink): owner.sink for owner in self._owners.values()}
+            receivers = {id(owner.receiver): owner.receiver for owner in self._owners.values()}
             self._owners.clear()
             self._live = 0
-        for sink in sinks.values():
-            if not isinstance(sink, BatchRun):
-                sink.stop(message)  # type: ignore[attr-defined]
+        for receiver in receivers.values():
+            if isinstance(receiver, LiveRequest):
+                receiver.stop(message)
         for run in self._runs:
             run.close()
         self._runs.clear()

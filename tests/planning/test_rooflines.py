@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.planning.cost import interpolate
-from flexgen_h2o.planning.search import bytes_per_weight, ideal_hardware, ideal_plan, predict
+from flexgen_h2o.planning.roofline import bytes_per_weight, ideal_hardware, ideal_plan
+from flexgen_h2o.planning.search import predict
 
 shares = st.tuples(st.integers(0, 50), st.integers(0, 50))
 
