@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
+from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import strip_prompt
 from flexgen_h2o.files.readers import read_json_texts
@@ -15,6 +17,12 @@ from flexgen_h2o.metrics.statistics import bootstrap_interval
 
 Pair = tuple[list[int], list[int]]
 """Token ids of the halves of an article."""
+
+
+def articles_flag() -> Any:
+    """Return the field ``--input-path`` of options that take articles."""
+    return flag("path", None, shown="none", metavar="FILE.jsonl",
+                help="articles, a JSON object per line: the text in `article`")
 
 
 def read_articles(path: str) -> list[str]:

@@ -23,6 +23,7 @@ from flexgen_h2o.cli.parser import (
     build_parser,
     check_files,
     check_flags,
+    check_outputs_writable,
     command_flags,
     parse,
 )
@@ -30,11 +31,10 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import terminal
-from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.metrics.provenance import origin
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from articles import read_articles, select_articles, split_halves
+from articles import articles_flag, read_articles, select_articles, split_halves
 
 _SHARED = ("path", "device", "dtype", "gpu_batch_size", "gen_len")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "gpu_batch_size": 30, "gen_len": 64}
@@ -47,7 +47,7 @@ class QualityOptions:
     """The checked flags; `run` holds those shared with `generate`. Lengths are in tokens."""
 
     run: RunConfig
-    input_path: str | None = measurements.articles_flag()
+    input_path: str | None = articles_flag()
     articles: int = flag("int", 30, ge=1,
                          help="number of articles: the first ones that are long enough")
     # Each half has at least one token.
@@ -93,8 +93,7 @@ def parse_args(argv: Sequence[str] | None = None) -> QualityOptions:
 
 def run(options: QualityOptions) -> None:
     """Measure every cache, write the rows and print the table."""
-    if options.csv is not None:
-        check_writable("--csv", options.csv)
+    check_outputs_writable(options, "csv")
     rows = measure_all(options, read_articles(options.input_path))
     terminal.print_stdout(quality_study.table(rows))
 

@@ -25,6 +25,7 @@ from flexgen_h2o.cli.parser import (
     build_parser,
     check_flags,
     check_from_csv,
+    check_outputs_writable,
     check_placed,
     command_flags,
     parse,
@@ -33,9 +34,10 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.terminal import ProgressBar, print_stdout
+from flexgen_h2o.files.writing import catch_write_errors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from articles import read_articles
+from articles import articles_flag, read_articles
 
 _SCORES = {"h2o": "sum", "h2o-mean": "mean", "h2o-decay": "decay"}
 _POLICIES = (*_SCORES, "sink-window", "window", "full")
@@ -50,7 +52,7 @@ class StreamQualityOptions:
     """The checked flags; `run` holds those shared with `generate`. Lengths are in tokens."""
 
     run: RunConfig
-    input_path: str | None = measurements.articles_flag()
+    input_path: str | None = articles_flag()
     tokens: int = flag("int", 32_000, ge=2, help="tokens to stream")
     piece: int = flag("int", 500, ge=2, help="tokens of a row")
     policies: tuple[str, ...] = flag(
@@ -71,7 +73,8 @@ class StreamQualityOptions:
 
     def __post_init__(self) -> None:
         check_flags(self)
-        measurements.check_source(self)
+        if (self.input_path is None) == (self.from_csv is None):
+            raise UserError("give --input-path, a .jsonl file of articles, or --from-csv")
         check_placed(self.run)
         if len(set(self.policies)) < len(self.policies):
             raise UserError("--policies names a cache twice")
@@ -122,10 +125,13 @@ def parse_args(argv: Sequence[str] | None = None) -> StreamQualityOptions:
 
 def run(options: StreamQualityOptions) -> None:
     """Measure, or read measured rows; write the files and print the table."""
-    measurements.report(
-        options, read=segments.read_rows,
-        measure=lambda: measure_all(options, "\n\n".join(read_articles(options.input_path))),
-        show=lambda rows: print_stdout(segments.table(rows)), draw=segments.draw)
+    check_outputs_writable(options, "csv", "plot")
+    rows = (measure_all(options, "\n\n".join(read_articles(options.input_path)))
+            if options.from_csv is None else segments.read_rows(options.from_csv))
+    print_stdout(segments.table(rows))
+    if options.plot is not None:
+        with catch_write_errors("--plot", options.plot):
+            segments.draw(rows, options.plot)
 
 
 def measure_all(options: StreamQualityOptions, text: str) -> list[dict[str, object]]:

@@ -22,6 +22,7 @@ from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError, did_you_mean
 from flexgen_h2o.files.terminal import print_stdout
+from flexgen_h2o.files.writing import check_writable
 
 SCRIPT = "flexgen-h2o"
 """The command that the package installs."""
@@ -322,6 +323,13 @@ def check_placed(config: RunConfig) -> None:
     """Raise `UserError` for ``--percent auto``, which plans only for batches of prompts."""
     if config.percent == AUTO:
         raise UserError("--percent auto plans for batches of prompts: give percentages here")
+
+
+def check_outputs_writable(options: object, *names: str) -> None:
+    """Raise `UserError` if a file that one of these fields names cannot be written."""
+    for name in names:
+        if (path := getattr(options, name)) is not None:
+            check_writable(flag_name(name), path)
 
 
 def check_files(options: object, names: Iterable[str],

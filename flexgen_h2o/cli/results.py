@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flexgen_h2o.cli.run_config import RunConfig, write_expert_counts
@@ -174,15 +174,15 @@ def _cache_suffix(config: RunConfig) -> str:
     return "".join(f"-{part}" for part in parts)
 
 
-def check_results(files: dict[str, str]) -> None:
+def check_results(files: Mapping[str, str | None]) -> None:
     """Raise `UserError` for a file that cannot be written, before anything is computed."""
     for name, path in files.items():
-        if name == "output" and is_stream(path):  # there is no configuration beside it
+        if path is None or name == "output" and is_stream(path):  # no configuration beside it
             continue
         check_writable(flag_name(name), path, beside=(f"{path}.config.yaml",),
                        hint=": give --log-file or --no-log" if name == "log_file" else "")
-    if "csv" in files:
-        check_header(files["csv"], CSV_COLUMNS, flag="--csv")
+    if (csv := files.get("csv")) is not None:
+        check_header(csv, CSV_COLUMNS, flag="--csv")
 
 
 def write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Output], *,

@@ -74,8 +74,7 @@ def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:
 def run(options: BenchOptions) -> None:
     """Plan if requested, measure, write the rows and print the table."""
     config, best, implementations = options.run, None, None
-    check_results({name: path for name in ("csv", "count_experts")
-                   if (path := getattr(config, name)) is not None})
+    check_results({"csv": config.csv, "count_experts": config.count_experts})
     if config.percent == AUTO:
         from flexgen_h2o.cli import planner  # only now: it loads scipy
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
+from flexgen_h2o.cli.measurements import csv_flag
 from flexgen_h2o.cli.parser import (
     ENGINE,
     WITHOUT_PLAN,
@@ -21,6 +22,7 @@ from flexgen_h2o.cli.parser import (
     build_parser,
     check_files,
     check_flags,
+    check_outputs_writable,
     check_placed,
     command_flags,
     parse,
@@ -34,7 +36,7 @@ from flexgen_h2o.files.articles import Turn, read_conversations
 from flexgen_h2o.files.chat_template import ChatRenderer
 from flexgen_h2o.files.rows import CsvWriter, JsonlWriter, report_partial_rows
 from flexgen_h2o.files.terminal import print_stdout
-from flexgen_h2o.files.writing import catch_write_errors, check_writable
+from flexgen_h2o.files.writing import catch_write_errors
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.storage.free_memory import resident_bytes
@@ -94,11 +96,7 @@ class StreamOptions:
         help="write a line per turn; an existing file is replaced. Until the run ends, the file is "
         "FILE.jsonl.partial",
     )
-    csv: str | None = flag(
-        "path", None, shown="none", metavar="FILE",
-        help="write the same figures as CSV rows; an existing file is replaced. Until the run "
-        "ends, the file is FILE.partial",
-    )
+    csv: str | None = csv_flag("turn")
     verbose: int = flag(
         "int", 2, choices=(0, 1, 2),
         help="print nothing (0), a summary (1), or also the conversation as it comes (2)",
@@ -157,9 +155,7 @@ def parse_args(argv: Sequence[str] | None = None) -> StreamOptions:
 
 def run(options: StreamOptions) -> None:
     """Stream all conversations. Print the text and a summary; write the files turn by turn."""
-    for name in ("output_path", "csv"):
-        if getattr(options, name) is not None:
-            check_writable(flag_name(name), getattr(options, name))
+    check_outputs_writable(options, "output_path", "csv")
     assert options.input_path is not None
     conversations = read_conversations(options.input_path)[: options.sample_num]
     turns = [turn for conversation in conversations for turn in conversation]

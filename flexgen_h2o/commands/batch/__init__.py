@@ -17,9 +17,9 @@ import numpy as np
 
 from flexgen_h2o.cli.command import ALL_FAILED, StopRequest, entry_point
 from flexgen_h2o.cli.launch import follow, joined, open_on_ranks
+from flexgen_h2o.cli.parser import check_outputs_writable
 from flexgen_h2o.cli.results import append_csv, check_results
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.commands.batch import data_parallel, ray_job
 from flexgen_h2o.commands.batch.estimate import (
     InputStats,
@@ -36,7 +36,7 @@ from flexgen_h2o.distributed.replicas import ReplicaRank, WindowQueue
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import SettingsFile, report_partial
 from flexgen_h2o.files.terminal import byte_bar, print_stdout
-from flexgen_h2o.files.writing import catch_write_errors, check_writable
+from flexgen_h2o.files.writing import catch_write_errors
 from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics import report
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -54,10 +54,8 @@ def run(options: BatchOptions) -> int:
 
     Returns the exit status: `ALL_FAILED` if every request has failed or cannot run.
     """
-    for name in ("progress_file", "plot"):
-        if getattr(options, name) is not None:
-            check_writable(flag_name(name), getattr(options, name))
-    check_results({} if options.run.csv is None else {"csv": options.run.csv})
+    check_outputs_writable(options, "progress_file", "plot")
+    check_results({"csv": options.run.csv})
     if options.dry_run:
         with _open_input(options) as source:
             return dry_run(options, source)

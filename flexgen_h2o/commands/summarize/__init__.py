@@ -21,6 +21,7 @@ from flexgen_h2o.cli.parser import (
     build_parser,
     check_flags,
     check_from_csv,
+    check_outputs_writable,
     check_placed,
     command_flags,
     parse,
@@ -104,10 +105,7 @@ class SummarizeOptions:
         "words", None, choices=POLICIES, shown="h2o window", metavar="POLICY",
         help=f"eviction policies of --sweep: {', '.join(POLICIES)}",
     )
-    csv: str | None = flag(
-        "path", None, shown="none", metavar="FILE",
-        help="write a row per cache and one for lead-1; an existing file is replaced",
-    )
+    csv: str | None = measurements.csv_flag("cache and one for lead-1")
     plot: str | None = measurements.plot_flag("ROUGE-2 and ROUGE-L by budget")
     from_csv: str | None = measurements.from_csv_flag()
 
@@ -204,10 +202,13 @@ def _cache_flags(options: dict[str, Any], shared: dict[str, Any]) -> dict[str, A
 
 def run(options: SummarizeOptions) -> None:
     """Summarize and score, or read measured rows; write the files and print the table."""
-    measurements.report(
-        options, read=table.read_rows,
-        measure=lambda: measurements.collected(options.csv, table.COLUMNS, measure(options)),
-        show=lambda rows: print_stdout(table.text(rows)), draw=table.draw)
+    check_outputs_writable(options, "csv", "plot")
+    rows = (measurements.collected(options.csv, table.COLUMNS, measure(options))
+            if options.from_csv is None else table.read_rows(options.from_csv))
+    print_stdout(table.text(rows))
+    if options.plot is not None:
+        with catch_write_errors("--plot", options.plot):
+            table.draw(rows, options.plot)
 
 
 def measure(options: SummarizeOptions) -> list[Row]:
