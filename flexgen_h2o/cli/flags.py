@@ -35,9 +35,9 @@ COMMON = ("model", "path", "device", "dtype", "weight_bits", "activation_bits", 
 """Flags that ``--help`` shows; ``--help-all`` shows the others too."""
 
 
-def _flag(group: str, kind: str, default: object, *, help: str, **rules: object) -> Any:
+def _flag(group: str, flag_type: str, default: object, *, help: str, **rules: object) -> Any:
     """Return a dataclass field with the metadata of its flag; `group` is one of `GROUPS`."""
-    return flag(kind, default, help=help, group=group, **rules)
+    return flag(flag_type, default, help=help, group=group, **rules)
 
 
 @dataclass(frozen=True, kw_only=True)

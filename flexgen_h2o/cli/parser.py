@@ -30,7 +30,7 @@ PACKAGE = __name__.partition(".")[0]
 MODULES = ("flex_opt", "batch")
 """Commands that are modules too, ``python -m flexgen_h2o.batch``, which torchrun starts."""
 
-_KINDS = {"int": int, "float": float, "bits": lambda text: int(text) if text.isdigit() else text}
+_TYPES = {"int": int, "float": float, "bits": lambda text: int(text) if text.isdigit() else text}
 _REWORDED = {"^argument ": "", "invalid int value:": "expected an integer, got",
              "invalid float value:": "expected a number, got",
              r"(expected [\w ]*arguments?)$": r"\1, see --help"}
@@ -133,24 +133,24 @@ def _parse_bool(text: str) -> bool:
 
 def arguments(spec: Field[Any]) -> dict[str, Any]:
     """Return the keywords of `add_argument` for one field."""
-    rules, kind = spec.metadata, spec.metadata["kind"]
+    rules, flag_type = spec.metadata, spec.metadata["type"]
     default: Any = spec.default
     shown = rules.get("shown", " ".join(map(str, default)) if isinstance(default, tuple)
-                      else str(default).lower() if kind == "bool" else default)
+                      else str(default).lower() if flag_type == "bool" else default)
     text = f"{rules['help']} (default: {shown})"
     options: dict[str, Any] = {"help": text.replace("%", "%%"), "dest": spec.name}
-    if kind == "bool":
+    if flag_type == "bool":
         options |= {"type": _parse_bool, "nargs": "?", "const": True, "metavar": "true|false"}
-    elif kind == "texts":
+    elif flag_type == "texts":
         options |= {"action": "append"}
-    elif kind == "shares":
+    elif flag_type == "shares":
         options |= {"nargs": 3}
-    elif kind in ("percent", "ratios", "words", "paths"):
+    elif flag_type in ("percent", "ratios", "words", "paths"):
         options |= {"nargs": "+"}
-    elif kind == "numbers":
+    elif flag_type == "numbers":
         options |= {"nargs": "+", "type": float}
-    elif kind in _KINDS:
-        options |= {"type": _KINDS[kind], "metavar": "N" if kind == "int" else "X"}
+    elif flag_type in _TYPES:
+        options |= {"type": _TYPES[flag_type], "metavar": "N" if flag_type == "int" else "X"}
     if "const" in rules:
         options |= {"nargs": "?", "const": rules["const"]}
     if "choices" in rules:
@@ -187,7 +187,7 @@ def changed_flag(name: str, **rules: object) -> Any:
 
 def flag_fields(options: type) -> list[Field[Any]]:
     """Return the fields of a dataclass of options that are flags."""
-    return [spec for spec in fields(options) if "kind" in spec.metadata]
+    return [spec for spec in fields(options) if "type" in spec.metadata]
 
 
 def command_flags(own: type | None = None, *, groups: Collection[str] = (),

@@ -110,7 +110,7 @@ class RunConfig(RunFlags):
 
     def __post_init__(self) -> None:
         ratio_files = {spec.name: ratio_file(getattr(self, spec.name)) for spec in fields(self)
-                       if spec.metadata["kind"] == "ratios"}
+                       if spec.metadata["type"] == "ratios"}
         for spec in fields(self):
             value = checked(spec, getattr(self, spec.name))
             object.__setattr__(self, spec.name, value)

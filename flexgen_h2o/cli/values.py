@@ -19,15 +19,18 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_yaml
 
 
-def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
+def flag(flag_type: str, default: object, *, help: str, **rules: object) -> Any:
     """Return a dataclass field with the metadata of its flag.
 
-    `kind` is text, path, paths, texts, words, percent, shares, ratios, numbers, size, int, bits (an
-    integer or auto), float or bool. Rules: `choices`, `ge`, `gt` and `le` (bounds),
-    `metavar`, `const` (value of the flag without an argument), `shown` (the default as --help
-    shows it) and `short` (a one-letter alias such as ``-i``).
+    `flag_type`: text, path, int, float, bool, size (bytes, such as 6GB), bits (an integer or auto),
+    percent (4 or 6 numbers, or auto), shares (3 percentages) or ratios (fractions, or a YAML file
+    of them); of several values: texts (the flag is repeated), words, paths or numbers.
+
+    `rules`: `choices`, `ge`, `gt` and `le` (bounds), `metavar`, `const` (value of the flag without
+    an argument), `shown` (the default as --help shows it), `short` (a one-letter alias such as
+    ``-i``) and `group` (of --help).
     """
-    return field(default=default, metadata={"kind": kind, "help": help, **rules})
+    return field(default=default, metadata={"type": flag_type, "help": help, **rules})
 
 
 def flag_name(name: str) -> str:
@@ -49,7 +52,7 @@ def checked(spec: Field, value: object) -> object:
     name, rules = flag_name(spec.name), spec.metadata
     if value is None and spec.default is None:
         return None
-    match rules["kind"]:
+    match rules["type"]:
         case "bool":
             check_bool(name, value)
         case "int":
