@@ -11,7 +11,7 @@ from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.quantization import weight_options
 from flexgen_h2o.models.registry import published_quantization
-from flexgen_h2o.planning.planned_run import kv_entry_bytes, part_bytes
+from flexgen_h2o.planning.planned_run import bytes_at_rest, kv_entry_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -48,18 +48,18 @@ class WorkAmount:
 def work(model: ModelConfig, load: Load) -> WorkAmount:
     """Return the bytes and FLOPs of a workload. A published shape has its checkpoint's format."""
     experts, mixed, touched = model.experts, model.expert_layers, 0.0
-    matrices = model.over_layers(lambda part: part.parameters)
+    matrices = model.over_layers(lambda layer: layer.parameters)
     if experts is not None:
         matrices += mixed * experts.per_token * model.expert_shapes().parameters
         touched = experts.touched(load.batch)
     head = model.vocab_size * model.embed_dim
     stored, attention = published_quantization(model.name), 4 * model.num_layers * model.q_size
     options = weight_options(WeightOptions(), load.weight_bits, model, stored, on_gpu=False)
-    layers = model.over_layers(partial(part_bytes, options, itemsize=load.itemsize))
-    expert = 0 if experts is None else mixed * part_bytes(
+    layers = model.over_layers(partial(bytes_at_rest, options, itemsize=load.itemsize))
+    expert = 0 if experts is None else mixed * bytes_at_rest(
         options, model.expert_shapes(), load.itemsize)
-    ends = sum(part_bytes(options, part, load.itemsize)
-               for part in (model.embed_shapes(), model.head_shapes()))
+    ends = sum(bytes_at_rest(options, unit, load.itemsize)
+               for unit in (model.embed_shapes(), model.head_shapes()))
     record = model.num_layers * kv_entry_bytes(
         CacheOptions(bits=load.cache_bits), model, load.itemsize)
     return WorkAmount(

@@ -115,8 +115,8 @@ def _placed(placement: Placement, has_gpu: bool) -> str:
 def _ranks(run: PlannedRun, bounds: Sequence[int], limits: MemoryLimits) -> list[tuple[str, str]]:
     """Return a row for each pipeline rank: its layers and its memory."""
     return [(f"rank {rank}", f"layers {first} to {last - 1}, "
-             f"{MemoryPlan(part).summary(limits)}")
-            for rank, (first, last, part) in enumerate(zip(
+             f"{MemoryPlan(rank_run).summary(limits)}")
+            for rank, (first, last, rank_run) in enumerate(zip(
                 bounds, bounds[1:], rank_runs(run, bounds), strict=False))]
 
 

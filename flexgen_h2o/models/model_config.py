@@ -22,7 +22,7 @@ from flexgen_h2o.config.layers import (
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.rope import NO_ROPE, RopeConfig
-from flexgen_h2o.models.tensors import ModelWeights, PartShapes
+from flexgen_h2o.models.tensors import ModelWeights, WeightShapes
 
 _BY_LAYER = ("attention", "other_rope_layers", "dense_layers", "recurrent_layers")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
@@ -314,43 +314,44 @@ class ModelConfig:
         """Return the bytes of keys and values per token of the full cache, in all layers."""
         return len(self.attention_layers) * self.cached_size * itemsize
 
-    def embed_shapes(self) -> PartShapes:
+    def embed_shapes(self) -> WeightShapes:
         """Return the sizes of the embeddings, including a tied token table."""
-        return PartShapes.from_specs(self.weights.embed)
+        return WeightShapes.from_specs(self.weights.embed)
 
-    def layer_shapes(self, layer: int = 0) -> PartShapes:
+    def layer_shapes(self, layer: int = 0) -> WeightShapes:
         """Return the sizes of a decoder layer, without its experts."""
         return self._layer_shapes[self._kind(layer)][0]
 
-    def half_shapes(self, layer: int = 0) -> tuple[PartShapes, PartShapes]:
+    def half_shapes(self, layer: int = 0) -> tuple[WeightShapes, WeightShapes]:
         """Return the sizes of attention and MLP of a decoder layer, with their norms."""
         return self._layer_shapes[self._kind(layer)][1:]
 
     @cached_property
-    def _layer_shapes(self) -> dict[tuple[bool, bool], tuple[PartShapes, PartShapes, PartShapes]]:
+    def _layer_shapes(self) -> dict[tuple[bool, bool],
+                                    tuple[WeightShapes, WeightShapes, WeightShapes]]:
         """Sizes of a layer and of its halves, by its kind."""
         shapes = {}
         for kind in self.layer_kinds:
             layer = self.weights.slice_layers(kind, kind + 1).split_halves()
             halves = layer.layers[2 * kind : 2 * kind + 2]
-            layer_shapes, attention, mlp = (PartShapes.from_specs(specs, self.never_quantized)
+            layer_shapes, attention, mlp = (WeightShapes.from_specs(specs, self.never_quantized)
                                             for specs in (self.weights.layers[kind], *halves))
             shapes[self._kind(kind)] = layer_shapes, attention, mlp
         return shapes
 
-    def over_layers(self, size: Callable[[PartShapes], int]) -> int:
+    def over_layers(self, size: Callable[[WeightShapes], int]) -> int:
         """Return the sum of `size` over the decoder layers, without their experts."""
         return sum(count * size(self.layer_shapes(layer))
                    for layer, count in self.layer_kinds.items())
 
-    def expert_shapes(self) -> PartShapes:
+    def expert_shapes(self) -> WeightShapes:
         """Return the sizes of one expert."""
-        return PartShapes.from_specs(next(layer[0] for layer in self.weights.experts if layer))
+        return WeightShapes.from_specs(next(layer[0] for layer in self.weights.experts if layer))
 
-    def head_shapes(self) -> PartShapes:
+    def head_shapes(self) -> WeightShapes:
         """Return the sizes of the head; without the output matrix if it is tied."""
         tied = {spec.name for spec in self.weights.embed.values()}
-        return PartShapes.from_specs({short: spec for short, spec in self.weights.head.items()
+        return WeightShapes.from_specs({short: spec for short, spec in self.weights.head.items()
                                       if spec.name not in tied})
 
     def layer_parameters(self, layer: int = 0) -> int:

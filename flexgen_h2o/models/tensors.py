@@ -80,8 +80,8 @@ class ModelWeights:
 
 
 @dataclass(frozen=True)
-class PartShapes:
-    """The sizes of the tensors of a part of a model.
+class WeightShapes:
+    """Sizes of the weights of a unit: embedding, layer or half of one, expert, or head.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ class PartShapes:
 
     @classmethod
     def from_specs(cls, specs: Mapping[str, TensorSpec],
-                   never_quantized: Collection[tuple[int, ...]] = ()) -> PartShapes:
+                   never_quantized: Collection[tuple[int, ...]] = ()) -> WeightShapes:
         """Return the sizes of tensors by short name.
 
         Stacks of matrices, and matrices with a shape in `never_quantized`, count as vectors.

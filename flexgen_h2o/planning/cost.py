@@ -27,7 +27,7 @@ from flexgen_h2o.planning.cost_accumulator import (
     UnitCost,
 )
 from flexgen_h2o.planning.hardware import Hardware
-from flexgen_h2o.planning.planned_run import PlannedRun, part_bytes
+from flexgen_h2o.planning.planned_run import PlannedRun, bytes_at_rest
 from flexgen_h2o.storage.placement import split
 
 _IS_WEIGHTS = np.array([term is not None and term[0] == "weights" for term in TERMS])
@@ -143,9 +143,9 @@ class _UnitCosts:
         # Per average layer: elements of its matrices, bytes, and the share that has experts. And
         # above, the share that has attention.
         self._elements = model.over_layers(
-            lambda part: sum(map(math.prod, part.matrices))) / model.num_layers
+            lambda layer: sum(map(math.prod, layer.matrices))) / model.num_layers
         self._weight_bytes = model.over_layers(
-            partial(part_bytes, run.weights, itemsize=run.itemsize)) / model.num_layers
+            partial(bytes_at_rest, run.weights, itemsize=run.itemsize)) / model.num_layers
         self._moe_share = model.expert_layers / model.num_layers
 
     def _unit(self, count: float, cost: CostAccumulator, attention: np.ndarray | None = None,
@@ -370,6 +370,7 @@ class _UnitCosts:
         return weights / 1e9 * sum(
             share * interpolate(self._compute.linear_table(bits, options.activation_bits), rows)
             for bits, share in options.shares.items())
+
 
 def interpolate(table: Mapping[int, float], rows: float) -> float:
     """Return the seconds at `rows` rows from a table of measured ones.

@@ -40,10 +40,10 @@ from flexgen_h2o.config.placement import TIERS
 from flexgen_h2o.h2o.budget import num_hot_slots, num_selected
 from flexgen_h2o.planning.planned_run import (
     PlannedRun,
+    bytes_at_rest,
     head_and_total_bytes,
     kv_entry_bytes,
     layer_slots,
-    part_bytes,
 )
 from flexgen_h2o.storage.placement import compute_tiers, place_first, shard_rows, split
 
@@ -160,10 +160,10 @@ def _matmul_scratch(run: PlannedRun) -> int:
         return UNPACKED_BYTES if options.quantizes else 0
     if not options.quantizes and run.itemsize != 2:
         return 0  # PyTorch's
-    parts = [model.embed_shapes(), *map(model.layer_shapes, model.layer_kinds), model.head_shapes()]
+    units = [model.embed_shapes(), *map(model.layer_shapes, model.layer_kinds), model.head_shapes()]
     if model.experts is not None:
-        parts.append(model.expert_shapes())
-    widest = max(inputs for part in parts for _, inputs in part.matrices)
+        units.append(model.expert_shapes())
+    widest = max(inputs for unit in units for _, inputs in unit.matrices)
     filled = max(-(-widest // size) * size for size in (*options.groups, MATMUL_DEPTH))
     least = min(options.groups)
     panel = MATMUL_ROWS * (filled + filled // least)
@@ -208,13 +208,13 @@ def _draft_rows(draft: PlannedRun) -> Iterator[MemoryRow]:
 def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     """Yield the rows of decoder layers, embeddings with head, and buffers for loaded weights."""
     model = run.model
-    at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
+    at_rest = partial(bytes_at_rest, run.weights, itemsize=run.itemsize)
     layers = model.over_layers(at_rest)
     head, total = head_and_total_bytes(run)
     others, _ = run.weight_placements
     head_tier, placement = place_first(head, total, others, compute_tiers(run.has_gpu))
     fractions = placement.fractions()
-    vectors = model.over_layers(lambda part: part.vector_bytes(run.itemsize))
+    vectors = model.over_layers(lambda layer: layer.vector_bytes(run.itemsize))
     for name, nbytes, head_bytes, resident_bytes in (
             ("weights", layers, 0, vectors),
             ("embeddings", total - layers, head if head_tier else 0, 0)):
@@ -233,10 +233,10 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
         tensor = max(options.matrix_bytes(shape, run.itemsize) for layer in model.layer_kinds
                      for shape in model.layer_shapes(layer).matrices)
         halves = run.policy.sep_layer or model.experts is not None
-        parts = (model.half_shapes(layer) if halves else (model.layer_shapes(layer),)
+        units = (model.half_shapes(layer) if halves else (model.layer_shapes(layer),)
                  for layer in model.layer_kinds)
-        largest = max(part_bytes(options, part, run.itemsize)
-                      for part in chain.from_iterable(parts))
+        largest = max(bytes_at_rest(options, unit, run.itemsize)
+                      for unit in chain.from_iterable(units))
         buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * streamed) + tensor),
                                        0 if head_tier else head)
     yield MemoryRow("weight buffers", buffers, buffers if run.has_gpu else 0)
@@ -247,9 +247,9 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
 def _shard_bytes(run: PlannedRun, *, head: bool) -> int:
     """Return the bytes of a row shard buffer for a layer, and with `head` for the head's matrix."""
     model, options = run.model, run.weights.with_largest_layouts
-    parts = list(map(model.layer_shapes, model.layer_kinds))
-    layer = max(part_bytes(options, part, run.itemsize) for part in parts)
-    shapes = {shape for part in parts for shape in part.matrices}
+    units = list(map(model.layer_shapes, model.layer_kinds))
+    layer = max(bytes_at_rest(options, unit, run.itemsize) for unit in units)
+    shapes = {shape for unit in units for shape in unit.matrices}
     if head and run.is_last_stage:
         shapes.add((model.vocab_size, model.embed_dim))
     largest = 0

@@ -33,7 +33,7 @@ class PipelineCandidate:
 
 
 def rank_runs(run: PlannedRun, bounds: Sequence[int]) -> list[PlannedRun]:
-    """Return the part of each rank of a run of the whole model."""
+    """Return the run of each rank, from a run of the whole model."""
     ranks = len(bounds) - 1
     groups = num_batch_groups(ranks, fetched=run.policy.fetches(run.has_gpu))
     return [run.of_stage(Stage.for_rank(rank, bounds), groups) for rank in range(ranks)]
@@ -92,9 +92,9 @@ def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: Me
     times = layer_seconds(hardware, run, ranks)
     splits = [balance_layers(seconds, ranks) for seconds in (times, [1.0] * len(times))]
     bounds = next((split for split in splits if not any(
-        MemoryPlan(part).shortfalls(limits) for part in rank_runs(run, split))), splits[0])
-    for part in rank_runs(run, bounds):
-        MemoryPlan(part).check(limits)
+        MemoryPlan(rank_run).shortfalls(limits) for rank_run in rank_runs(run, split))), splits[0])
+    for rank_run in rank_runs(run, bounds):
+        MemoryPlan(rank_run).check(limits)
     candidate = predict(hardware, run, prompts, partial(estimate_pipeline, bounds))
     return PipelineCandidate(candidate, tuple(bounds))
 
@@ -108,11 +108,11 @@ def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits
     Raises `UserError` if nothing fits; the message names the memory that is missing.
     """
     layers = math.ceil(request.model.num_layers / ranks)
-    part = replace(request, model=request.model.slice_layers(0, layers), groups=ranks)
+    one_rank = replace(request, model=request.model.slice_layers(0, layers), groups=ranks)
     predictions = []
-    for prediction in search(hardware, part, limits):
+    for prediction in search(hardware, one_rank, limits):
         run = replace(prediction.run, model=request.model, groups=1)
-        with suppress(InsufficientMemory):  # balanced ranks may have more layers than `part`
+        with suppress(InsufficientMemory):  # balanced ranks may have more layers than it
             predictions.append(predict_pipeline(hardware, run, ranks, limits, request.prompts))
     if not predictions:
         raise UserError("no policy was found that fits on all ranks: give --percent and batch "

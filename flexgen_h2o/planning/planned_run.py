@@ -27,7 +27,7 @@ from flexgen_h2o.storage.placement import place_experts, pool_experts
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig
-    from flexgen_h2o.models.tensors import PartShapes
+    from flexgen_h2o.models.tensors import WeightShapes
 
 _MAX_TOKENS = 1e9
 """Number of independent tokens that choose every expert with a nonzero frequency."""
@@ -167,7 +167,7 @@ class PlannedRun:
     weights : WeightOptions
         Placement shares are of the bytes at rest in this format.
     stage : Stage or None
-        The pipeline stage, if the run is the part of one rank: see `of_stage`.
+        The pipeline stage, if this is the run of one rank: see `of_stage`.
     groups : int
         Groups of a block's batches in a pipeline.
     draft : DraftModel or None
@@ -192,7 +192,7 @@ class PlannedRun:
             object.__setattr__(self, "cache", replace(self.cache, h2o=h2o))
 
     def of_stage(self, stage: Stage, groups: int) -> PlannedRun:
-        """Return the part of one pipeline rank, which runs the batches in `groups` groups.
+        """Return the run of one pipeline rank, with the batches in `groups` groups.
 
         It has the stage's layers, and the embedding or head if the stage has them.
         """
@@ -250,7 +250,7 @@ class PlannedRun:
         experts = self.model.experts
         if experts is None:
             return 0
-        return part_bytes(self.weights, self.model.expert_shapes(), self.itemsize)
+        return bytes_at_rest(self.weights, self.model.expert_shapes(), self.itemsize)
 
     @property
     def num_experts(self) -> int:
@@ -322,7 +322,7 @@ class PlannedRun:
         """Bytes of an expert slot: three matrices, each with a page of slack at both ends."""
         if self.model.experts is None:
             return 0
-        largest = part_bytes(self.weights.with_largest_layouts, self.model.expert_shapes(),
+        largest = bytes_at_rest(self.weights.with_largest_layouts, self.model.expert_shapes(),
                              self.itemsize)
         return largest + 6 * mmap.PAGESIZE
 
@@ -404,10 +404,10 @@ class PlannedRun:
                 if budget(self.cache.h2o, layer, self.workload.prompt_len) is not None]
 
 
-def part_bytes(options: WeightOptions, part: PartShapes, itemsize: int) -> int:
-    """Return the bytes at rest of a part of a model, whose unquantized elements have `itemsize`."""
-    matrices = sum(options.matrix_bytes(shape, itemsize) for shape in part.matrices)
-    return matrices + part.vector_bytes(itemsize)
+def bytes_at_rest(options: WeightOptions, unit: WeightShapes, itemsize: int) -> int:
+    """Return the bytes at rest of the weights of a unit; unquantized elements have `itemsize`."""
+    matrices = sum(options.matrix_bytes(shape, itemsize) for shape in unit.matrices)
+    return matrices + unit.vector_bytes(itemsize)
 
 
 def kv_entry_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> int:
@@ -431,7 +431,7 @@ def layer_slots(options: CacheOptions, model: ModelConfig, workload: Workload) -
 def head_and_total_bytes(run: PlannedRun) -> tuple[int, int]:
     """Return the bytes of the head's matrix, even if tied, and of all weights of the rank."""
     model = run.model
-    at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
+    at_rest = partial(bytes_at_rest, run.weights, itemsize=run.itemsize)
     total = model.over_layers(at_rest)
     if run.is_first_stage:
         total += at_rest(model.embed_shapes())

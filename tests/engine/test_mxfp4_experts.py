@@ -18,7 +18,7 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models.quantization import quantization
 from flexgen_h2o.models.registry import from_transformers, published, published_quantization
-from flexgen_h2o.planning.planned_run import part_bytes
+from flexgen_h2o.planning.planned_run import bytes_at_rest
 
 NEW = 6
 HERE, DISK, MIXED = (Placement(*shares) for shares in ((100, 0, 0), (0, 0, 100), (30, 30, 40)))
@@ -130,7 +130,7 @@ def test_random_weights_have_the_layout_of_the_checkpoint(hub):
         assert 0.015 < unpacked(one["gate"]).std() < 0.03
         sizes = weight_sizes(llm)
         expert = sum(sizes[spec.name] for spec in weights_of(llm).experts[0, 0].specs.values())
-        assert part_bytes(llm.weight_options, llm.model_config.expert_shapes(), 2) == expert
+        assert bytes_at_rest(llm.weight_options, llm.model_config.expert_shapes(), 2) == expert
 
 
 def test_published_models_have_mxfp4_layouts():

@@ -29,7 +29,7 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.metrics.trace import LINKS
 from flexgen_h2o.planning.cost import estimate, interpolate
 from flexgen_h2o.planning.hardware import HostAttentionRates, RecallRates
-from flexgen_h2o.planning.planned_run import part_bytes
+from flexgen_h2o.planning.planned_run import bytes_at_rest
 
 LAYER = OPT.layer_parameters() * 2  # bytes
 MATRICES = 12 * 768 * 768  # weights of a layer's matrices
@@ -80,7 +80,7 @@ def test_weights_in_memory_are_not_transferred(weights, gpu, expected):
 def test_quantized_weights_are_transferred_quantized():
     cost = estimate(machine(), planned(weights=ON_HOST, bits=(4, 16)))
     options = WeightOptions(4)
-    layer = part_bytes(options, OPT.layer_shapes(), 2)
+    layer = bytes_at_rest(options, OPT.layer_shapes(), 2)
     assert layer < 0.3 * LAYER
     assert cost.step.seconds == pytest.approx(
         12 * layer + options.matrix_bytes((50272, 768), 2) + 4 * ROW)

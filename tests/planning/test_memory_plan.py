@@ -240,7 +240,7 @@ def test_a_buffer_has_room_for_a_quantized_head(bits):
     cfg, options = published("HuggingFaceTB/SmolLM2-135M"), WeightOptions(bits=bits)
     plan = memory_plan(cfg, make_policy(0, 0, 100, 0), LOAD, itemsize=2, weights=options)
     head = MatrixLayout(49152, 576, bits=bits).nbytes
-    assert head > planned_run.part_bytes(options, cfg.layer_shapes(), 2)
+    assert head > planned_run.bytes_at_rest(options, cfg.layer_shapes(), 2)
     assert rows(plan)["weight buffers"] == (0, 2 * head, 0)
 
 
