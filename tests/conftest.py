@@ -1,7 +1,5 @@
 """Options of the test run, and fixtures that many tests share."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

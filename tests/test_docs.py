@@ -1,7 +1,5 @@
 """README.md and docs/: links, flags, commands and names that they show."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

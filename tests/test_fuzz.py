@@ -4,8 +4,6 @@ FUZZ_EXAMPLES=100000 sets the number of cases for each parser, and FUZZ_CSV a fi
 for each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Imports between the subpackages: direction, no cycles, and modules without torch."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

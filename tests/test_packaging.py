@@ -3,8 +3,6 @@
 `make test-wheel` builds, installs and runs for real.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Threads with random delays: transfers, experts and requests give the same results."""
 
-from __future__ import annotations
-
 import random
 import threading
 

@@ -1,7 +1,5 @@
 """Files of earlier releases are read, or refused by name: tools/release_fixtures.py writes them."""
 
-from __future__ import annotations
-
 import shutil
 import tarfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """benchmarks/compare.py: order of runs, rows, resumption, and its baselines."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Scripts of benchmarks/ run on tiny models and write their rows, and check flags first."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """benchmarks/sweep.py: the grid, failed cells, resumption."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

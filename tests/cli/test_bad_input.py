@@ -3,8 +3,6 @@
 What the flags and prompt files alone refuse, before any model is looked for, is in test_flex_opt.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """The program's commands: help, version, dispatch, errors and shell completion."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

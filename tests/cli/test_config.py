@@ -1,7 +1,5 @@
 """Validation of the configuration: each error is one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Expert counts: written by a run, read by a plan, validated."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

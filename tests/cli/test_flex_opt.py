@@ -1,7 +1,5 @@
 """The command line with a fake engine: flags, prompts, files, exit statuses."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types

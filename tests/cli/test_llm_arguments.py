@@ -1,7 +1,5 @@
 """Each command passes the run's configuration to `LLM`."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

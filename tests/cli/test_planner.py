@@ -3,8 +3,6 @@
 Machines are fake, also where a run would measure its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """The batch command on a tiny model: whole jobs, stops, kills, resumption, errors."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

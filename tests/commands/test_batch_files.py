@@ -1,7 +1,5 @@
 """The input index and the results file of a batch job."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

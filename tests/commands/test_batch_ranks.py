@@ -1,7 +1,5 @@
 """Batch jobs on several ranks: pipelines and replicas, ranks that die or hang, and resumption."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Lines of a batch job: parsed requests, errors and answers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

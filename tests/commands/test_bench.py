@@ -1,7 +1,5 @@
 """The bench command: its rows, its table and the roofline."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.error_cases import command_refused
 from helpers.fake_llm import run_stats

@@ -1,7 +1,5 @@
 """The command cache: what it lists and what prune removes."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

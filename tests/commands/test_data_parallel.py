@@ -1,7 +1,5 @@
 """Data-parallel batch jobs: the queue and leftover files; whole jobs are in test_batch_ranks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The doctor command: facts, warnings, and machines where much is missing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock

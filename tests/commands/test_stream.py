@@ -1,7 +1,5 @@
 """The stream command on a tiny model that reads characters: conversations, flags and files."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import sys

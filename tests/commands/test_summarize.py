@@ -1,7 +1,5 @@
 """The summarize command: input, ROUGE, files, flags, and the engine."""
 
-from __future__ import annotations
-
 import csv
 import random
 import types

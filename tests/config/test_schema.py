@@ -1,7 +1,5 @@
 """Types of values from outside: valid values, and one-line errors."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Heartbeat monitors with a store in memory and a manual clock; store calls that time out."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

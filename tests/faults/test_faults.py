@@ -1,7 +1,5 @@
 """Calls of the operating system that a job makes fail, one at a time: see `helpers.faults`."""
 
-from __future__ import annotations
-
 import pytest
 from helpers import selection
 from helpers.fault_jobs import JOBS

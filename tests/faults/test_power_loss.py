@@ -4,8 +4,6 @@ A job runs with the shim, which logs its changes of files and what it acknowledg
 `helpers.power_loss` are written into a folder each, on which the job goes on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

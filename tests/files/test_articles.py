@@ -1,7 +1,5 @@
 """Articles, summary tasks and conversations from .jsonl files."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Chat templates: what transformers makes of them, and nothing that a hostile one is after."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Copies on disk: keyed by content, locked while used, listed with what made them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Files of rows: their bytes, and files that are whole, that grow and that are shared."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

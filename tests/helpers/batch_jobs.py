@@ -1,7 +1,5 @@
 """Jobs of the batch command: requests, files, and answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

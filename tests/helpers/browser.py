@@ -1,7 +1,5 @@
 """The page of a server in headless Chromium. Needs the extra `test-page`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ with the fault, looks for what is left behind, and runs the job again without it
 tries every point and writes the counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv

@@ -3,8 +3,6 @@
 Cases are drawn from a `random.Random`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """Fuzz targets beside files: GGUF layouts, structured outputs, drafts, and a server's HTTP."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

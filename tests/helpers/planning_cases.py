@@ -1,7 +1,5 @@
 """Machines and models for tests of the planner."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flexgen_h2o.config.cache_layout import CacheOptions

@@ -1,7 +1,5 @@
 """Programs outside the package loaded as modules: benchmarks, examples and tools."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Readers of the files that runs write."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """A server in a thread, on a tiny model with words as tokens."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

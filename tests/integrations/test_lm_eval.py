@@ -1,7 +1,5 @@
 """The lm-evaluation-harness model on a local task, and its arguments."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Ray Data on this machine: replicas, kills, rows that fail, resumption."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

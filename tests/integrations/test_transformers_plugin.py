@@ -3,8 +3,6 @@
 Runs on transformers 4.57 too (`make test-transformers-4`).
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

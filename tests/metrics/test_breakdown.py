@@ -1,7 +1,5 @@
 """Where the time went: against a grid of whole seconds, and on a run."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

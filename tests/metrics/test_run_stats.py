@@ -1,7 +1,5 @@
 """The figures of a run: formulas, union of intervals, projection, and the files they go to."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Perplexity and bootstrap intervals."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """The time line of a run: what is recorded and written; memory while it goes on."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cost model: cases by hand, and its bytes against the engine's transfers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Expected numbers of routed experts, from counts of other texts."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

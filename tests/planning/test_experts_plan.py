@@ -1,7 +1,5 @@
 """Planning of mixtures of experts: memory, cost and placement."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

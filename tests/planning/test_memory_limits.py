@@ -1,7 +1,5 @@
 """Limits on host and GPU memory, and pinned memory."""
 
-from __future__ import annotations
-
 import contextlib
 import types
 

@@ -1,7 +1,5 @@
 """The memory plan: sums by hand, suggestions that fit, and free memory."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans for pipeline ranks: layers by time, memory of each rank, and the block."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

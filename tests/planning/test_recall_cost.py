@@ -1,7 +1,5 @@
 """The cost of recall by the planner's model against measurements."""
 
-from __future__ import annotations
-
 import csv
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rooflines: never above the cost model, and bytes or FLOPs by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

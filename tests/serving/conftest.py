@@ -1,7 +1,5 @@
 """A server that tests share."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.servers import flags, serving
 

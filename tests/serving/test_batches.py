@@ -1,7 +1,5 @@
 """Files and batches through the official client: shapes, states, paging, errors."""
 
-from __future__ import annotations
-
 import json
 
 import openai

@@ -1,7 +1,5 @@
 """The page's files, their headers, and the events of the status."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """Completions and chats that a client waits for, whole and as streams."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

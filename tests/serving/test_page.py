@@ -1,7 +1,5 @@
 """The page in headless Chromium: files, batches, errors, the key, the keyboard."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

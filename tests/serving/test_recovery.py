@@ -1,7 +1,5 @@
 """Nothing is lost: kills, restarts, damaged and full disks, two servers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What a server refuses: keys, hosts, origins, limits of bodies, arbitrary requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 
