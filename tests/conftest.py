@@ -90,6 +90,22 @@ def _few_threads():
     torch.set_num_threads(int(os.environ.get("TEST_THREADS", 1)))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _chats_in_this_process():
+    """Render chats in this process, except in tests with `chat_process`: others take seconds."""
+    from helpers import internals  # only now: it loads the engine
+    with pytest.MonkeyPatch.context() as patch:
+        internals.render_chats(patch, subprocess=False)
+        yield
+
+
+@pytest.fixture
+def chat_process(monkeypatch) -> None:
+    """Render chats in a subprocess, as in a run of a user."""
+    from helpers import internals
+    internals.render_chats(monkeypatch, subprocess=True)
+
+
 @pytest.fixture
 def refuses_flags(tmp_path, monkeypatch, capsys) -> Callable[..., None]:
     """Return a function that checks that a command rejects flags, without engine and files."""

@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from flexgen_h2o.files.chat_template import ChatRenderer, check_arguments
 
+pytestmark = pytest.mark.usefixtures("chat_process")
 MESSAGES = [{"role": "system", "content": "Be brief.\n\u2028"},
             {"role": "user", "content": "é <&> 'w1'", "name": None},
             {"role": "assistant", "content": "w2", "tool_calls": [{"id": 1}]},

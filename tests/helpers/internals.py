@@ -4,6 +4,7 @@ Those of the kernels are in kernel_internals.py. Tests import internals only fro
 that a change of the package breaks one place.
 """
 
+import json
 import threading
 
 import torch
@@ -15,6 +16,8 @@ from flexgen_h2o.engine import source as loader
 from flexgen_h2o.engine.decoder import DecoderLayers
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.schedule import Op
+from flexgen_h2o.files import chat_template
+from flexgen_h2o.files.chat_template import ChatRenderer
 from flexgen_h2o.models import quantized
 from flexgen_h2o.models.gguf import conversion as gguf_conversion
 from flexgen_h2o.models.gguf import rope as gguf_rope
@@ -147,6 +150,19 @@ def kept_intervals(links, link: str) -> int:
 
 
 # What is done in another way
+
+
+_answer_of_subprocess = ChatRenderer._answer
+
+
+def render_chats(monkeypatch, *, subprocess: bool) -> None:
+    """Render chats in the subprocess of each renderer, or in this process, which is faster."""
+    def answer(self, request: bytes) -> dict[str, str]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        return chat_template._answer(render_jinja_template, json.loads(request))
+
+    monkeypatch.setattr(ChatRenderer, "_answer", _answer_of_subprocess if subprocess else answer)
 
 
 def render_with(renderer, template: str, messages, arguments=None, **limits: float) -> str:

@@ -48,7 +48,7 @@ def test_answers_are_those_of_the_rendered_prompts(llm):
     assert given.prompt_token_ids == [1]
 
 
-def test_chats_share_the_templates_process_until_close(folder):
+def test_chats_share_the_templates_process_until_close(chat_process, folder):
     others, started = {*psutil.Process().children()}, []
     with LLM(folder, dtype="float32") as llm:
         for template in (None, None, "w{{ messages | length }}"):
