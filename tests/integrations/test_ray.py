@@ -22,13 +22,17 @@ from flexgen_h2o.distributed import ray_cluster as clusters
 from flexgen_h2o.distributed.ray_cluster import ray_cluster
 from flexgen_h2o.requests.results import ResultsFile
 
-ray = pytest.importorskip("ray")
-
 ENGINE = {"dtype": "float32", "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def ray():
+    """The package, whose import takes seconds."""
+    return pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster(ray) -> Iterator[None]:
     """A cluster of this machine alone, whose processes and files go with it."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with ray_cluster(None, cpus=2) as session:
@@ -102,7 +106,7 @@ def test_results_after_a_replica_was_killed(
 
 
 @pytest.mark.full
-def test_a_killed_job_leaves_no_process_and_resumes(words_model, tmp_path, capsys):
+def test_a_killed_job_leaves_no_process_and_resumes(ray, words_model, tmp_path, capsys):
     write_lines(tmp_path / "in.jsonl", requests())
     argv = flags(words_model, tmp_path, "out.jsonl", "--window", "1")
     process = subprocess.Popen(
@@ -130,7 +134,7 @@ def test_a_killed_job_leaves_no_process_and_resumes(words_model, tmp_path, capsy
 
 
 @pytest.mark.full
-def test_a_processor_answers_rows_and_reports_bad_ones(cluster, words_model, tmp_path):
+def test_a_processor_answers_rows_and_reports_bad_ones(ray, cluster, words_model, tmp_path):
     from flexgen_h2o.integrations.ray import ProcessorConfig, build_processor
 
     rows = [{"id": number, "question": text, "sampling_params": {
@@ -224,7 +228,8 @@ def test_replicas_share_the_cpus_of_a_host():
     refused(lambda: asked.fitted([], 1), "place 0 replicas")
 
 
-def test_arguments_of_the_replica_pool():
+@pytest.mark.full
+def test_arguments_of_the_replica_pool(ray):
     options = clusters._replica_pool(ray, 3)
     assert options["compute"].max_size == 3 and options["max_restarts"] > 0
     assert clusters._replica_pool(ray, (1, 3))["compute"].min_size == 1
