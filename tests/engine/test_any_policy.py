@@ -14,6 +14,7 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.cache import tiers
 from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.engine import decoder as decoder_layers
+from flexgen_h2o.engine import experts
 from flexgen_h2o.models import decoder
 from flexgen_h2o.storage import placement
 from flexgen_h2o.storage.run_folder import RUN_PREFIX
@@ -40,6 +41,7 @@ WORKLOADS: dict[str, tuple[str, dict, dict]] = {
     "rolling, some evict": ("llama", sized(8, 7, positions="rolling"), {}),
     "mean, sinks": ("llama", sized(6, 5, sink_tokens=2, score="mean"), {}),
     "decay, 8 bits": ("llama", {**h2o(score="decay", decay=0.9), "cache_bits": 8}, {}),
+    "caote": ("mistral", h2o(score="caote"), {}),
     "prompts only": ("llama", h2o(evict_generated=False), {}),
     "simulated": ("llama", h2o(simulate=True), {}),
     "by layer": ("llama", h2o(heavy_ratio=(1, 0.2, 0.3)), {}),
@@ -67,10 +69,12 @@ WORKLOADS: dict[str, tuple[str, dict, dict]] = {
     "recurrent, recall": ("qwen3_5", h2o(recall=True), {}),
     "recurrent, inside prompts": ("qwen3_5", h2o(prompt_chunk=6), {}),
 }
+SOME_PLACES = PLACES if selection.every_case else PLACES[2:]
 AXES: dict[str, list] = {
-    "workload": [*WORKLOADS], "weights": PLACES, "cache": PLACES,
-    "activations": PLACES, "growth": [4, 5], "weight_cache": ["auto", None],
-    "batches": [(3, 2), (1, 4), (6, 1), (2, 2)], "prefill_chunk": [None, 4],
+    "workload": [*WORKLOADS], "weights": SOME_PLACES, "cache": SOME_PLACES,
+    "activations": SOME_PLACES, "growth": [4, 5], "weight_cache": ["auto", None],
+    "batches": [(3, 2), (1, 4), *([(6, 1), (2, 2)] if selection.every_case else [])],
+    "prefill_chunk": [None, 4],
     "overlap": [True, False], "cpu_cache_compute": [True, False], "sep_layer": [False, True],
     "refill_share": [0.3, 1.0], "device": [LazyDevice, PoisonedDevice]}
 NEW = [8, 2, 5, 1, 7, 4]
@@ -111,6 +115,7 @@ def test_tokens_do_not_depend_on_the_policy(tiny_model, tmp_path, monkeypatch, c
     monkeypatch.setattr(tiers, "WRITE_BACK_TOKENS", 4)
     monkeypatch.setattr(placement, "MIN_SHARD_BYTES", 1)
     monkeypatch.setattr(decoder, "ROW_BLOCK", 16)
+    monkeypatch.setattr(experts, "ROW_BLOCK", 3)
     monkeypatch.setitem(decoder_layers.CHUNK_ROWS, "cpu", 24)
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)

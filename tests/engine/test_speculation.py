@@ -124,7 +124,8 @@ _plain: dict[tuple, list] = {}
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", ["memory", "all on disk", "no overlap, chunks",
+                                  *full("one batch, weights on disk", "cache on disk")])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_do_not_depend_on_drafts(tiny_model, tmp_path, draft_with, model, cache, tier,

@@ -13,7 +13,7 @@ def results(shim, words_model, tmp_path_factory) -> list[dict]:
     """The results of all jobs, for a sample of the points."""
     return list(sweep(shim, NAMES, words_model, tmp_path_factory.mktemp("jobs"),
                       points=3 if selection.every_case else 1,
-                      step=1 if selection.every_case else 4))
+                      step=1 if selection.every_case else 8))
 
 
 @pytest.mark.parametrize("job", NAMES)

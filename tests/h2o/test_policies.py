@@ -5,12 +5,12 @@ import pickle
 import pytest
 import torch
 from helpers.error_cases import refused
-from helpers.generation import LOGGED, prompts_of, tokens
-from helpers.selection import examples, full_cases
+from helpers.generation import prompts_of, tokens
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o import LLM, H2OConfig, Placement, PolicyState, register_policy
+from flexgen_h2o import LLM, H2OConfig, PolicyState, register_policy
 from flexgen_h2o.config import h2o as names
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.errors import UserError
@@ -103,17 +103,6 @@ def test_a_registered_policy(tiny_model, positions, caplog):
     plain = tokens(tiny, prompts, H2OConfig(**options | {"score": "sum"}))
     assert plain != expected
     assert tokens(tiny, prompts, H2OConfig(**options | {"score": "total"})) == plain
-
-
-@pytest.mark.parametrize("key, bits", [
-    ("mistral", 16), *full_cases(("llama", 16), ("llama", 4), ("mistral", (8, 4)))])
-def test_caote_on_mixed_tiers(tiny_model, key, bits):
-    tiny = tiny_model(key)
-    prompts, h2o = prompts_of(tiny), H2OConfig(heavy_ratio=0.1, score="caote")
-    expected = tokens(tiny, prompts, h2o, new=LOGGED, cache_bits=bits)
-    for options in ({"gpu_batch_size": 5}, {"cpu_cache_compute": True}):
-        assert expected == tokens(tiny, prompts, h2o, new=LOGGED, cache_bits=bits,
-                                  cache=Placement(30, 30, 40), **options)
 
 
 def test_registration(tiny_model):

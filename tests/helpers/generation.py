@@ -10,7 +10,6 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.metrics.run_stats import RunStats
 
 NEW = 12
-LOGGED = 18  # more than the write-back log of a cache on disk
 LENGTHS = [34, 21, 7, 13, 1]
 
 PLACES = [Placement(100, 0, 0), Placement(0, 100, 0), Placement(0, 0, 100),

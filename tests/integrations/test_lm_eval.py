@@ -155,8 +155,9 @@ def test_accuracy_of_the_likeliest_choice(tiny_model, folder, task, shots):
     assert config["kv_cache_bytes"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arguments", [
-    *full({"hh_ratio": 0.1}, {"hh_ratio": 0.1, "evict_prompt": True, "prompt_chunk": 1}),
+    {"hh_ratio": 0.1}, {"hh_ratio": 0.1, "evict_prompt": True, "prompt_chunk": 1},
     {"num_window_length": 6, "eviction": "window", "evict_prompt": True, "prompt_chunk": 5},
 ])
 def test_eviction_equals_the_simulation(folder, task, arguments):

@@ -69,7 +69,9 @@ def model_key(name: str) -> str:
     return "mistral_window" if name.startswith("windows") else "llama"
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", [
+    "windows, h2o", "h2o", "window, inside prompts", "rolling", "decay", "8 bits, h2o", "sparse",
+    *full("windows", "h2o, inside prompts", "simulated", "8 bits", "8 and 4 bits")])
 def test_pairs_score_as_alone(tiny_model, name):
     tiny = tiny_model(model_key(name))
     size, batches = [(10, 1), (4, 2), (3, 1)][[*CACHES].index(name) % 3]
