@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 from helpers import planning_cases
-from helpers.error_cases import refused
 from helpers.programs import ROOT, benchmark_modules
 from helpers.subprocesses import environment
 from safetensors.torch import load_file
@@ -44,15 +43,6 @@ def config_of(bench, folder: Path, values: dict):
 
 def scenario(**others) -> dict:
     return {"model": "opt", "prompt_len": 8, "gen_len": 5, "dtype": "float32", **others}
-
-
-@pytest.mark.parametrize("change, words", [
-    ({"systems": {"a": {"baseline": "ours", "cash_share": 1}}}, "cash_share"),
-    ({"scenarios": {"s": scenario(systems=["other"])}}, "other"),
-])
-def test_invalid_comparison_configs_are_errors(bench, tmp_path, change, words):
-    with pytest.raises(UserError, match=words):
-        config_of(bench, tmp_path, {"systems": SYSTEMS, "scenarios": {"s": scenario()}} | change)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("compare_*.yaml")),
@@ -178,17 +168,6 @@ def settings_of(bench, **others):
         "mean_prompt_len": 1.5, **others})
 
 
-def test_a_roofline_counts_bytes_and_products(bench):
-    model = published("opt-125m")
-    load = partial(bench.rooflines.Load, batch=2, prompt_len=10, gen_len=4, cached=12)
-    full, small = (bench.rooflines.work(model, load(**bits))
-                   for bits in ({}, {"weight_bits": 4, "cache_bits": 4}))
-    assert full.cache_bytes == 2 * 12 * model.kv_bytes_per_token(2)
-    dense = 2 * (model.num_layers * model.layer_parameters() + 50272 * 768)
-    assert full.step_flops == 2 * (dense + 12 * 4 * 768 * 12) == small.step_flops
-    assert small.weight_bytes < full.weight_bytes / 2 and small.cache_bytes < full.cache_bytes / 2
-
-
 def test_batched_prompts_equal_single_prompts(tiny_model, bench):
     model, prompts = tiny_model("opt").model, [[7, 8, 9], [10, 11, 12, 13, 14], [15]]
     batch = bench.huggingface.timed_generate(model, prompts, 4)
@@ -228,14 +207,6 @@ def test_a_stepped_engine_is_timed_by_its_sequences(bench, monkeypatch):
     assert (run.prefill, run.steps, run.tokens) == (3, (1.5, 1.5), ((7, 8, 9), (7, 8, 9)))
 
 
-@pytest.mark.parametrize("share, text, kept", [(None, 256, None), (1, 256, None), (0.2, 256, 96),
-                                               (0.2, 1024, 192)])
-def test_openvinos_eviction_keeps_whole_blocks(bench, share, text, kept):
-    options = bench.serving_engines.OpenVinoGenAI.check("o", {"cache_share": share})
-    settings = settings_of(bench, mean_prompt_len=text / 2, gen_len=text // 2, options=options)
-    assert bench.serving_engines.OpenVinoGenAI(settings).kept_tokens() == kept
-
-
 @pytest.mark.parametrize("name", ["facebook/opt-1.3b", "meta-llama/Llama-3.2-1B",
                                   "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-30B-A3B"])
 def test_checkpoints_have_the_published_shape(bench, name):
@@ -268,16 +239,6 @@ def test_a_gguf_file_has_the_checkpoints_values(bench, tiny_model, tmp_path, mon
     assert (written.rope, written.num_parameters(), written.experts) == (
         original.rope, original.num_parameters(), original.experts)
     assert written.norm_eps == pytest.approx(original.norm_eps)
-
-
-@pytest.mark.parametrize("key, weights, words", [
-    ("opt", "Q4_0", "Qwen3-MoE only"), ("llama_untied_bias", "F32", "without biases"),
-    ("llama", "Q4_0", "not whole blocks of 32")])
-def test_unsupported_models_for_gguf_are_errors(bench, tiny_model, tmp_path, monkeypatch, key,
-                                                weights, words):
-    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
-    refused(lambda: llama_cpp(bench, weights=weights).ready(tiny_model(key).folder), words)
-    assert not list(tmp_path.rglob("*.gguf"))
 
 
 @pytest.mark.parametrize("key", ["llama", "llama3_rope", "qwen3_moe"])

@@ -13,7 +13,6 @@ from helpers.subprocesses import environment
 
 from flexgen_h2o.cli.command import exit_status
 
-INPUT = ["--input-path", "a.jsonl"]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -31,25 +30,6 @@ def articles(tmp_path) -> str:
     return write_lines(tmp_path / "in.jsonl", [
         {"article": " ".join(f"w{place * length % 100 + 3}" for place in range(length))}
         for length in (8, 30, 41)])
-
-
-@pytest.mark.parametrize(("name", "flags", "words"), [
-    ("plots", ["quality", "--csv", "no.csv", "--out", "a.png"], "--csv no.csv"),
-    ("plots", ["quality", "--csv", "no.csv", "--out", "a.txt"], "--out"),
-    ("studies/quality", [*INPUT, "--budgets", "101"], "--budgets"),
-    ("studies/quality", [*INPUT, "--csv", "./a.jsonl"], "same file"),
-    ("studies/recall_replay", ["--gen-len", "1"], "--gen-len"),
-    ("studies/stream_quality", [*INPUT, "--policies", "h3o"], "--policies"),
-    ("studies/stream_quality", [*INPUT, "--num-window-length", "4"], "recent"),
-])
-def test_bad_flags_are_refused(refuses_flags, monkeypatch, load, name, flags, words):
-    main = load(name).main
-
-    def run(argv):
-        monkeypatch.setattr(sys, "argv", [name, *argv])
-        return exit_status(main)
-
-    refuses_flags(run, flags, words)
 
 
 def test_quality(load, articles, words_model, tmp_path):

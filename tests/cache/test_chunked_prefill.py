@@ -93,28 +93,7 @@ def test_chunks_equal_the_definition(chunks, heavy, recent, sinks, mean, bits, s
             assert torch.equal(results[1, head, : len(stay)], v[stay, head])
 
 
-def test_chunks_without_eviction_append_to_the_cache():
-    held = torch.full((2, 2, 9, 16), float("nan"))
-    k, v = draw(7, 2, 1), draw(7, 2, 2)
-    for start, end in ((0, 3), (3, 4), (4, 7)):
-        q = draw(end - start, 4, end)
-        out = append_chunk(q, k[start:end], v[start:end], slots=held, state=None, layout=None,
-                           sequence=SequenceState(start, start), attention=LayerAttention())
-        expected, _ = naive(q, k[:end], v[:end], torch.ones(end, 2, dtype=torch.bool))
-        assert torch.allclose(out, expected, atol=1e-5)
-    assert torch.equal(held[:, :, :7].transpose(1, 2), torch.stack((k, v)))
-    assert held[:, :, 7:].isnan().all()
-
-
 # End to end
-
-
-@pytest.mark.parametrize("score", ["sum", "mean", "decay"])
-def test_one_chunk_evicts_as_a_whole_prompt(tiny_model, score):
-    tiny = tiny_model("llama")
-    prompts = prompts_of(tiny)
-    h2o = H2OConfig(heavy_ratio=0.1, score=score)
-    assert tokens(tiny, prompts, replace(h2o, prompt_chunk=34)) == tokens(tiny, prompts, h2o)
 
 
 def test_prompt_longer_than_the_context_fits_the_budget(tiny_model):

@@ -4,11 +4,10 @@ import shutil
 
 import pytest
 import torch
-from helpers.generation import PLACES, make_prompts, token_ids
+from helpers.generation import PLACES, make_prompts
 from safetensors.torch import save_file
 
-from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.config.limits import SHARED_PREFIX
+from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import family
@@ -22,22 +21,6 @@ from flexgen_h2o.planning.planned_run import PlannedRun
 def open_tiny(tiny, policy: Policy | None = None, **options) -> LLM:
     return LLM(str(tiny.folder), dtype="float32", policy=policy or Policy(), progress=False,
                **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"h2o": H2OConfig(heavy_ratio=0.15)}])
-def test_shared_prompts_and_prefixes(tiny_model, tmp_path, options):
-    """Equal prompts are computed once, and so is a long common prefix."""
-    tiny = tiny_model("qwen3_next")
-    common, *ends = make_prompts(96, [SHARED_PREFIX + 3, 5, 9, 1])
-    prompts = [common + end for end in ends]
-    prompts = [prompts[0], *prompts, prompts[2], ends[1]]
-    with open_tiny(tiny, Policy(gpu_batch_size=1), **options) as llm:
-        alone = [llm.generate([prompt], max_new_tokens=6, eos_token_id=-1)[0].token_ids
-                 for prompt in prompts]
-    for place in (PLACES[0], PLACES[3]):
-        with open_tiny(tiny, Policy(gpu_batch_size=6, cache=place), offload_dir=tmp_path,
-                       **options) as llm:
-            assert token_ids(llm.generate(prompts, max_new_tokens=6, eos_token_id=-1)) == alone
 
 
 @pytest.mark.parametrize("key", ["qwen3_next", "qwen3_5"])

@@ -108,6 +108,8 @@ def change_config(model: Path, **values) -> None:
 
 
 MATRIX = "model.layers.1.mlp.up_proj.weight"
+
+
 def change_matrix(model: Path, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
     """Replace a matrix of a model, or remove it for None."""
     tensors = load_file(model / "model.safetensors")
@@ -294,13 +296,6 @@ def test_text_without_a_usable_tokenizer(model, workdir, capfd):
 # The disk
 
 
-@pytest.mark.parametrize("place", ["taken", "taken/below"])
-def test_offload_folder_that_cannot_be(model, workdir, capfd, place):
-    (workdir / "taken").write_text("a file")
-    message = refused(capfd, workdir, "--model", "model", "--offload-dir", place, *DISK)
-    assert "--offload-dir" in message and "taken" in message
-
-
 def failing(number: int, after: int = 0):
     """A system call that fails; the first `after` calls of it do what they should."""
     left = [after]
@@ -339,13 +334,6 @@ def test_disk_that_cannot_be_read(model, workdir, capfd, monkeypatch, after):
     monkeypatch.setattr(os, "preadv", failing(errno.EIO, after)(os.preadv))
     message = refused(capfd, workdir, "--model", "model", *DISK)
     assert "Input/output error" in message
-
-
-def test_disk_too_small_by_the_plan(model, workdir, capfd, monkeypatch):
-    limits = MemoryLimits(None, 8 * 10**9, 10_000)
-    monkeypatch.setattr(memory_check, "free_memory", lambda *_: limits)
-    message = refused(capfd, workdir, "--model", "model", *DISK)
-    assert "disk space: needs" in message and "--percent 100 0 100 0 100 0 would fit" in message
 
 
 # A process of its own

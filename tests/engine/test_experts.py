@@ -106,22 +106,6 @@ def test_experts_in_host_memory_run_on_the_cpu(tiny_model, wanted, tmp_path, dev
         assert (stats.expert_touches == stats.expert_hits + stats.expert_loads) == in_pool
 
 
-def test_chunked_and_equal_prompts(tiny_model, wanted, tmp_path, monkeypatch):
-    from flexgen_h2o.engine import decoder
-    from flexgen_h2o.engine import experts as expert_layers
-
-    prompts, expected = wanted("qwen3_moe")
-    folder = tiny_model("qwen3_moe").folder
-    got, _ = run(folder, prompts, experts=DISK, prefill_chunk=3, gpu_batch_size=2,
-                 num_gpu_batches=2, offload_dir=tmp_path)
-    assert got == expected
-    monkeypatch.setitem(decoder.CHUNK_ROWS, "cpu", 8)
-    monkeypatch.setattr(expert_layers, "ROW_BLOCK", 3)
-    twice = [prompt for prompt in prompts for _ in range(2)]
-    got, _ = run(folder, twice, experts=MIXED, gpu_batch_size=10, offload_dir=tmp_path)
-    assert got == [tokens for tokens in expected for _ in range(2)]
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 def test_experts_are_quantized_and_the_router_is_not(tiny_model, tmp_path, bits):
     folder = tiny_model("qwen2_moe").folder

@@ -189,12 +189,6 @@ def test_ranks_idle_only_at_the_start_and_the_end(ranks, batches, groups, idle):
     assert most <= max(done.clocks) <= most + 3 * idle
 
 
-def test_ranks_of_one_group_wait_for_each_other():
-    actions = actions_of_ranks(6, [0, 2, 4], 4, {"groups": 1})
-    idle = max(Simulation(actions, [0, 2, 4], False, window=4).clocks) - 6 * 4 * 3
-    assert idle > 6 * 4  # in each pass but for the edge of a unit
-
-
 def test_groups_of_batches_have_equal_sizes():
     for batches in range(1, 20):
         for wanted in range(1, 8):

@@ -11,6 +11,8 @@ from flexgen_h2o import LLM
 from flexgen_h2o.engine.tokenizer import load_tokenizer
 
 TEXT = "w1 w2 ### w118"
+
+
 @pytest.mark.parametrize("class_name", ["PreTrainedTokenizerFast", "TokenizersBackend",
                                         "LlamaTokenizerFast", "NoSuchTokenizer", None])
 @pytest.mark.parametrize("key", ["llama", "opt"])

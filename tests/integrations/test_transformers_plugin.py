@@ -238,24 +238,6 @@ def test_rolling_needs_rotary_embeddings(tiny_model):
 # What generate can do
 
 
-@pytest.mark.full
-def test_sampling_equals_the_simulation(tiny_model):
-    tiny = tiny_model("llama")
-    prompts = prompts_of(tiny)
-
-    def drawn(h2o, seed=3):
-        torch.default_generator.manual_seed(seed)
-        sampling = {"do_sample": True, "temperature": 0.9, "top_k": 20, "num_return_sequences": 2}
-        return tokens(tiny.model, prompts, h2o, **sampling) if h2o else plain(
-            tiny.model, prompts, **sampling)
-
-    evicted = drawn(H2OConfig(heavy_ratio=0.1))
-    assert evicted == drawn(H2OConfig(heavy_ratio=0.1, simulate=True)) != drawn(None)
-    assert evicted != drawn(H2OConfig(heavy_ratio=0.1), seed=4)
-    assert evicted[0] != evicted[1], "two of one prompt"
-    assert drawn(H2OConfig(heavy_tokens=60)) == drawn(None)
-
-
 @pytest.mark.parametrize("key", ["llama", *full("opt")])
 def test_beam_search_equals_the_simulation(tiny_model, key):
     tiny = tiny_model(key)
@@ -269,23 +251,6 @@ def test_beam_search_equals_the_simulation(tiny_model, key):
     assert expected != plain(tiny.model, prompts, **beams)
     assert tokens(tiny.model, prompts, H2OConfig(heavy_tokens=60), **beams) == plain(
         tiny.model, prompts, **beams)
-
-
-def test_a_streamer_gets_every_token(tiny_model):
-    class Streamer:
-        def __init__(self):
-            self.tokens = []
-
-        def put(self, ids):
-            self.tokens += ids.flatten().tolist()
-
-        def end(self):
-            self.tokens.append("end")
-
-    tiny, streamer = tiny_model("llama"), Streamer()
-    prompts = prompts_of(tiny, [30])
-    (generated,) = tokens(tiny.model, prompts, H2OConfig(heavy_ratio=0.1), streamer=streamer)
-    assert streamer.tokens == [*prompts[0], *generated, "end"]
 
 
 @pytest.mark.parametrize("key", ["neox", "llama"])

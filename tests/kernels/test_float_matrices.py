@@ -23,6 +23,8 @@ from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.reference.matrix import pack_mxfp4
 
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
 def layout_of(outputs, inputs):
     return MatrixLayout(outputs, inputs, 4, 32, mxfp4=True)
 

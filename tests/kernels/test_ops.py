@@ -26,7 +26,7 @@ from helpers.kernel_cases import (
     select_case,
     tied,
 )
-from helpers.selection import examples, full
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,12 +85,6 @@ def test_prefill_around_blocks_of_queries(group):
     lengths = sorted({edge + near for edge in edges for near in (-1, 0, 1)} - {0})
     for dtype in BOUND:
         check_prefill(PREFILL, prefill_case(lengths, group=group, dtype=dtype, kv_heads=1))
-
-
-@pytest.mark.source("prefill")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *full(torch.float32, torch.float16)])
-def test_long_prefill(dtype):
-    check_prefill(PREFILL[:1], prefill_case([2049, 1030], group=2, dtype=dtype, kv_heads=1))
 
 
 @pytest.mark.source("prefill")

@@ -14,6 +14,7 @@ from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import recall as reference_recall
 
+pytestmark = BUILT
 CAPPED = AttentionVariant(scale=0.3, softcap=5.0, sinks=True)
 
 
@@ -123,7 +124,6 @@ def check_attention(module, some, selected):
 
 
 @pytest.mark.source("choose")
-@BUILT
 def test_kernels_equal_the_reference(isa):
     for options in CASES:
         check_kernels(ops, options)
@@ -144,7 +144,6 @@ def recall(some, *, capture=None):
 
 
 @pytest.mark.source("choose")
-@BUILT
 def test_replay_equals_eager_recall_with_new_metadata(isa):
     for options in CASES:
         some, other = case(**options), case(**options)
@@ -162,7 +161,6 @@ def test_replay_equals_eager_recall_with_new_metadata(isa):
 
 
 @pytest.mark.source("choose")
-@BUILT
 def test_running_means_of_log_weights(isa):
     """Those of tokens that are not cached stay as they are, and the first weight is the mean."""
     for options in CASES:
@@ -201,7 +199,6 @@ def check_ties(module, tokens):
         assert actual == sorted(wanted)
 
 
-@BUILT
 def test_ties_select_the_newer_tokens():
     check_ties(ops, 40)
 
@@ -225,14 +222,12 @@ def check_largest_sums(module, dim, bits):
 
 
 @pytest.mark.source("choose")
-@BUILT
 @pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("bits", [4, 2])
 def test_largest_integer_sums_do_not_overflow(isa, dim, bits):
     check_largest_sums(ops, dim, bits)
 
 
-@BUILT
 def test_results_do_not_depend_on_threads():
     some = case(tokens=200)
     results = []
@@ -247,7 +242,6 @@ def test_results_do_not_depend_on_threads():
     assert all(map(same, *results))
 
 
-@BUILT
 def test_invalid_arguments_raise_and_write_nothing():
     some = case()
     index, layout = some["index"].clone(), some["layout"]

@@ -7,42 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.generation import make_prompts, token_ids
-from helpers.selection import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.errors import UserError
 
 H2O = {"h2o": H2OConfig(heavy_ratio=0.15)}
-ALONE = Policy(gpu_batch_size=1, refill_share=1)
-
-
-@pytest.mark.parametrize("options", [
-    {}, {"h2o": H2OConfig(heavy_tokens=8, recent_tokens=7, positions="rolling")},
-    {"cache_bits": 4, **H2O}])
-def test_any_lengths_continue_as_alone(tiny_model, tmp_path, options):
-    """Many sequences are continued more than once."""
-    folder = str(tiny_model("neox").folder)
-    some = Policy(gpu_batch_size=3, num_gpu_batches=2, cache=Placement(34, 0, 66), refill_share=0.2)
-    lengths = st.tuples(st.integers(1, 14), st.integers(1, 8))
-    with (LLM(folder, dtype="float32", policy=ALONE, **options) as alone,
-          LLM(folder, dtype="float32", policy=some, offload_dir=str(tmp_path),
-              **options) as together):
-
-        @settings(max_examples=examples(8))
-        @given(st.lists(lengths, min_size=2, max_size=10), st.integers(0, 99))
-        def check(sizes, seed):
-            prompts = make_prompts(96, [length for length, _ in sizes], seed)
-            params = [SamplingParams(max_new_tokens=new, eos_token_id=-1) for _, new in sizes]
-            results = {}
-            for ended in together.generate_in_blocks(prompts, params):
-                assert ended and not ended.keys() & results.keys()
-                results |= ended
-            assert results == dict(enumerate(alone.generate(prompts, params)))
-
-        check()
 
 
 def test_a_block_does_not_wait_for_one_long_answer(tiny_model):
@@ -69,7 +39,8 @@ def test_a_block_without_memory_is_halved(tiny_model, tmp_path, monkeypatch, cap
     def generate(llm: LLM) -> list[list[int]]:
         return token_ids(llm.generate(prompts, params))
 
-    with LLM(folder, dtype="float32", policy=ALONE, **H2O) as llm:
+    with LLM(folder, dtype="float32", policy=Policy(gpu_batch_size=1, refill_share=1),
+             **H2O) as llm:
         expected = generate(llm)
 
     def fails(method: str, rows: Callable[..., int], most: int, after: int, error) -> Policy:

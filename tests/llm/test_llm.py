@@ -26,7 +26,6 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.metrics.trace import Trace
 
 NEW = 8
-FAMILIES = ["opt", "llama", "neox"]
 
 
 def test_calls_in_the_same_workspace(tiny_model, tmp_path, device):
@@ -48,16 +47,6 @@ def test_calls_in_the_same_workspace(tiny_model, tmp_path, device):
             scores = llm.loglikelihood(list(zip(prompts, expected, strict=True)))
             assert [len(one) for one in scores] == [NEW] * len(prompts)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_prompts_longer_than_a_chunk_of_rows(tiny_model, monkeypatch):
-    from flexgen_h2o.engine import decoder
-
-    monkeypatch.setitem(decoder.CHUNK_ROWS, "cpu", 8)
-    monkeypatch.setattr(decoder, "LOGIT_ROWS", 2)
-    tiny = tiny_model("opt")
-    prompts = prompts_of(tiny, [5, 3, 20, 8, 1])
-    assert tokens(tiny, prompts, gpu_batch_size=5) == transformers_tokens(tiny, prompts, 12)
 
 
 def test_outputs_come_block_by_block(tiny_model, tmp_path):
@@ -114,20 +103,6 @@ def test_a_sequence_ends_at_eos_and_a_block_when_all_have(tiny_model):
         assert {out.finish_reason for out in again} == {"length"}
 
 
-def test_sampling_depends_on_the_seed_and_not_on_the_batch(tiny_model):
-    tiny = tiny_model("neox")
-    prompts = prompts_of(tiny, [5, 9, 2, 5, 5])
-    options = {"do_sample": True, "temperature": 1.5, "top_k": 40, "top_p": 0.9}
-    runs = {}
-    for seed, size in ((1, 1), (1, 2), (1, 5), (2, 2)):
-        policy = Policy(gpu_batch_size=size, num_gpu_batches=2)
-        with LLM(str(tiny.folder), dtype="float32", policy=policy) as llm:
-            outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1, seed=seed,
-                                   **options)
-            runs[seed, size] = token_ids(outputs)
-    assert runs[1, 1] == runs[1, 2] == runs[1, 5] != runs[2, 2]
-
-
 def test_prompts_have_sampling_parameters_of_their_own(tiny_model):
     tiny = tiny_model("llama")
     prompts = make_prompts(100, [5, 30, 3, 17, 9, 5])
@@ -149,21 +124,6 @@ def test_prompts_have_sampling_parameters_of_their_own(tiny_model):
                 llm.generate(prompts, wrong)
         with pytest.raises(UserError, match="give sampling_params or seed, not both"):
             llm.generate(prompts, own_params, seed=1)
-
-
-@pytest.mark.parametrize("key", FAMILIES)
-def test_loglikelihood_equals_transformers(tiny_model, key):
-    tiny = tiny_model(key)
-    tokens = prompts_of(tiny, [9, 5, 14, 3])
-    pairs = [(t[:cut], t[cut:]) for t, cut in zip(tokens, [3, 1, 12, 2], strict=True)]
-    with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=3), dtype="float32") as llm:
-        got = llm.loglikelihood(pairs)
-    for (context, continuation), values in zip(pairs, got, strict=True):
-        with torch.no_grad():
-            logits = tiny.model(torch.tensor([context + continuation])).logits[0]
-        expected = [logits[len(context) + i - 1].log_softmax(-1)[t].item()
-                    for i, t in enumerate(continuation)]
-        assert values == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("bits", [16, 4])

@@ -231,16 +231,6 @@ def test_processors_are_told_apart(tmp_path, monkeypatch, info, expected):
 # Files
 
 
-def test_a_failed_file_leaves_the_old_one(tmp_path):
-    path = tmp_path / "out.txt"
-    path.write_text("old")
-    with pytest.raises(RuntimeError, match="half"), writing.open_atomic(path) as file:
-        file.write("new")
-        raise RuntimeError("half way")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_two_writers_do_not_share_a_temporary_file(tmp_path, monkeypatch):
     """In two containers that share a folder they have one process number."""
     path = tmp_path / "out.txt"

@@ -19,6 +19,7 @@ from helpers.selection import full
 from helpers.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, MULTIMODAL, TINY, YARN_ROPE
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
+from flexgen_h2o.engine import decoder as engine_decoder
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import torch_ops
 from flexgen_h2o.models import decoder, family, registry
@@ -76,6 +77,8 @@ def test_tokens_and_log_probs_are_those_of_transformers(tiny_model, tmp_path, ke
                                  *full("opt", "neox", "neox_sequential")])
 def test_blocks_and_chunks_of_rows_change_nothing(tiny_model, key, monkeypatch):
     monkeypatch.setattr(decoder, "ROW_BLOCK", 7)
+    monkeypatch.setitem(engine_decoder.CHUNK_ROWS, "cpu", 8)
+    monkeypatch.setattr(engine_decoder, "LOGIT_ROWS", 2)
     monkeypatch.setattr(torch_ops, "CHUNK_BYTES", 1000)
     tiny, prompts = tiny_model(key), prompts_of()
     assert tokens(tiny, prompts, gpu_batch_size=4) == transformers_tokens(tiny, prompts, NEW)

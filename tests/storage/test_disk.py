@@ -235,17 +235,6 @@ def test_truncated_and_missing_files_are_errors(tmp_path, disk):
         disk.read([AlignedRead(tmp_path / "b", 0, PAGE, 0)], Device().host_empty(PAGE))
 
 
-def test_full_disk_is_an_error_at_allocation(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    folder = RunFolder(tmp_path)
-    monkeypatch.setattr(os, "posix_fallocate", fail)
-    refused(lambda: folder.file("cache.bin", 1 << 20), match="is full")
-    folder.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_run_folder_is_private_and_removed(tmp_path):
     folder = RunFolder(tmp_path / "deep" / "offload")
     private, = folder.paths
