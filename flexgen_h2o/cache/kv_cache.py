@@ -66,6 +66,8 @@ class KVCache:
         Create the folder for the cache on disk.
     smoothing : sequence of LayerSmoothing
         Key smoothing of each layer; empty: keys are not smoothed.
+    suffix : str
+        End of the names of its files in the folder, before the extension.
 
     Attributes
     ----------
@@ -76,7 +78,7 @@ class KVCache:
     def __init__(self, shape: CacheShape, size: CacheSize, policy: Policy, *,
                  h2o: H2OConfig | None, rope: Callable[[torch.Tensor], Rope | None],
                  transfers: Transfers, run_folder: Callable[[], RunFolder],
-                 smoothing: Sequence[LayerSmoothing] = ()):
+                 smoothing: Sequence[LayerSmoothing] = (), suffix: str = ""):
         self.shape = shape
         self._h2o = None if h2o is None or h2o.is_full else h2o
         self._fetches_selected = policy.selective_fetch
@@ -91,7 +93,7 @@ class KVCache:
                       on_host: bool = False, **recall: Any) -> list[CacheTier]:
             return make_tiers(
                 slot_layout, Capacity(size.batches, slots), counts, transfers=transfers,
-                on_host=on_host, run_folder=run_folder, name=f"{name}.bin", **recall)
+                on_host=on_host, run_folder=run_folder, name=f"{name}{suffix}.bin", **recall)
 
         self.tiers: list[CacheTier] = new_tiers(
             "cache", shape.slot_layout(), size.slots,

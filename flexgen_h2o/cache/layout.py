@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -107,6 +107,10 @@ class CacheSize:
     batches: int
     slots: tuple[int, ...]
     prompt: int = 0
+
+    def select_layers(self, layers: Sequence[int]) -> CacheSize:
+        """Return the capacity of a cache of some layers."""
+        return replace(self, slots=tuple(self.slots[layer] for layer in layers))
 
     def covers(self, other: CacheSize) -> bool:
         """Return whether a cache of this size is at least as large as `other` in each dimension."""

@@ -83,8 +83,8 @@ def plan_sentences(plan: MemoryPlan, limits: MemoryLimits) -> list[str]:
     policy, load, bits = run.policy, run.workload, run.weights.bits
     _, weights = head_and_total_bytes(run)
     weights += run.num_experts * run.expert_bytes
-    cached, length = run.attention_run, load.prompt_len + load.gen_len
-    slots = max(layer_slots(cached.cache, cached.model, load))
+    length = load.prompt_len + load.gen_len
+    slots = max(max(layer_slots(part.cache, part.model, load)) for part in run.cache_runs)
     kept = ("each token attends to those that its query weighs most" if run.cache.recalls
             else f"at most {slots:,} tokens of a sequence are kept" if slots < length - 1
             else "no token is evicted")

@@ -333,11 +333,10 @@ def select_layers(h2o: H2OConfig | None, layers: Sequence[int]) -> H2OConfig | N
     options: dict[str, Any] = {
         name: tuple(value[layer] for layer in layers) for name in ("heavy_ratio", "recent_ratio")
         if isinstance(value := getattr(h2o, name), tuple)}
-    if options and h2o.prompt_chunk is not None and replace(
-            h2o, prompt_chunk=None, **options).is_full:
-        options["prompt_chunk"] = None  # it has no effect on a full cache
     if isinstance(h2o, WindowedH2O):
         options["windows"] = tuple(h2o.windows[layer] for layer in layers)
+    if h2o.prompt_chunk is not None and replace(h2o, prompt_chunk=None, **options).is_full:
+        options["prompt_chunk"] = None  # it has no effect on a full cache
     return replace(h2o, **options)
 
 

@@ -49,6 +49,14 @@ DEFAULT_VARIANT = AttentionVariant()
 
 
 @dataclass(frozen=True)
+class KVHeads:
+    """The key heads of a layer; its value heads are as many and as wide."""
+
+    count: int
+    dim: int  # elements of a key, and of a value
+
+
+@dataclass(frozen=True)
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 

@@ -99,7 +99,7 @@ class CapturedLayers:
         self._workspace = workspace
         self._layers: dict[tuple[int, int], _CapturedLayer] = {}
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
-        self._attended: dict[int, torch.Tensor] = {}
+        self._attended: dict[tuple[int, torch.Size], torch.Tensor] = {}
         mixture = config.experts is not None
         units_per_layer = 2 if mixture else 1
         layers = range(1, len(weights.units) - 1, units_per_layer)
@@ -167,9 +167,7 @@ class CapturedLayers:
         operations = CapturingOperations(self._workspace.operations, calls)
         x = self._workspace.hidden.get(batch, rows)
         q, k, v = self._family.attention_inputs(config, weights, x, operations)
-        if batch not in self._attended:
-            self._attended[batch] = torch.empty(q.shape, dtype=q.dtype)
-        out = self._attended[batch]
+        out = self._attended.setdefault((batch, q.shape), torch.empty(q.shape, dtype=q.dtype))
         attended = out[..., k.shape[-1] - v.shape[-1] :]
         if self._captures_attention:
             ropes = self._rope[batch]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from flexgen_h2o.cache.alternatives import KeySampler
@@ -151,19 +154,29 @@ def key_smoothing(runner: Runner) -> tuple[LayerSmoothing, ...]:
 
     Empty if keys are not quantized, or if values are part of the keys, which smoothing changes.
     """
-    source, config, cache = runner.source, runner.cached_config, runner.args.cache
-    if not cache.quantizes_keys or config.latent is not None:
+    source, config = runner.source, runner.cached_config
+    if not runner.args.cache.quantizes_keys or config.latent is not None:
         return ()
     if source.dummy:  # keys of random weights have no outliers
-        constants = KeySmoothing.rotation(config.num_kv_heads, config.head_dim, runner.device)
-        return (LayerSmoothing(constants, constants),) * config.num_layers
+        rotations = [KeySmoothing.rotation(heads.count, heads.dim, runner.device)
+                     for heads in map(config.kv_heads, range(config.num_layers))]
+        return tuple(LayerSmoothing(rotation, rotation) for rotation in rotations)
     if runner.rank is not None:  # measuring takes all ranks, even those with a stored result
         return _measure_keys(runner)
-    stored = source.cached_constants(
-        lambda: torch.stack([layer.stacked() for layer in _measure_keys(runner)]).cpu().numpy(),
-        "keys1")
-    return tuple(LayerSmoothing.unstacked(layer)
-                 for layer in torch.from_numpy(stored).to(runner.device))
+    measure = cache(partial(_measure_keys, runner))  # once for all groups
+    layers: dict[int, LayerSmoothing] = {}
+    for number, group in enumerate(config.cache_groups):
+        stored = source.cached_constants(partial(_stacked, measure, group),
+                                         f"keys1-{number}" if number else "keys1")
+        constants = torch.from_numpy(stored).to(runner.device)
+        layers |= zip(group, map(LayerSmoothing.unstacked, constants), strict=True)
+    return tuple(layers[layer] for layer in range(config.num_layers))
+
+
+def _stacked(measure: Callable[[], Sequence[LayerSmoothing]], group: Sequence[int]) -> np.ndarray:
+    """Return the measured constants of some layers, whose heads are equal."""
+    layers = measure()
+    return torch.stack([layers[layer].stacked() for layer in group]).cpu().numpy()
 
 
 def _measure_keys(runner: Runner) -> tuple[LayerSmoothing, ...]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from flexgen_h2o.cache.layout import CacheShape, evicting_layers
+from flexgen_h2o.cache.layout import evicting_layers
 from flexgen_h2o.config.h2o import H2OConfig, select_layers
 from flexgen_h2o.config.layers import sum_choices
 from flexgen_h2o.config.parallel import Stage
@@ -31,7 +31,7 @@ from flexgen_h2o.engine.schedule import Action
 from flexgen_h2o.engine.source import ModelSource
 from flexgen_h2o.engine.speculation import DraftAutotune, Drafter
 from flexgen_h2o.engine.weights import WeightStore
-from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize
+from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize, cache_shape
 from flexgen_h2o.files.terminal import ProgressBar
 from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
 from flexgen_h2o.kernels import dispatch
@@ -167,10 +167,9 @@ class Runner:
     def workspace(self, size: WorkspaceSize, cache: BlockCache | None = None) -> Workspace:
         """Return a workspace for blocks of at most `size`. `cache` replaces the KV cache."""
         args = self.args
-        return Workspace(self.stage_config, self._cache_shape(), size, policy=args.policy,
-                         h2o=self.h2o, transfers=self._transfers,
-                         offload_dir=args.offload_dir, cache=cache,
-                         smoothing=self.smoothing)
+        return Workspace(self.stage_config, args.cache, size, dtype=self.source.dtype,
+                         policy=args.policy, h2o=self.h2o, transfers=self._transfers,
+                         offload_dir=args.offload_dir, cache=cache, smoothing=self.smoothing)
 
     def queue(self, requests: Sequence[Request], new: int | Mapping[int, int], *,
               share_prompts: bool) -> BlockQueue:
@@ -315,19 +314,14 @@ class Runner:
 
     def new_stats(self) -> RunStats:
         """Return statistics without tokens and times."""
-        policy = self.args.policy
+        policy, config = self.args.policy, self.stage_config
         return RunStats(
             model=self.args.model, num_parameters=self._num_parameters,
             dtype=str(self.source.dtype).removeprefix("torch."),
             device=self._transfers.device.description(), num_prompts=0, prompt_tokens=0,
             generated_tokens=0, gpu_batch_size=policy.gpu_batch_size,
             num_gpu_batches=policy.num_gpu_batches, load_seconds=self.load_seconds,
-            kv_bytes_per_token=self._cache_shape().token_bytes(),
+            kv_bytes_per_token=sum(
+                cache_shape(config.select_layers(layers), self.args.cache, self.source.dtype
+                            ).token_bytes() for layers in config.cache_groups),
             weight_bytes=self._weight_bytes, weight_bits=self.source.bits)
-
-    def _cache_shape(self) -> CacheShape:
-        config, cache = self.cached_config, self.args.cache
-        latent = config.latent is not None
-        return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
-                          self.source.dtype, cache.layout(config.head_dim, latent=latent),
-                          cache.attn_sparsity, config.attention, latent)

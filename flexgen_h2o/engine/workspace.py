@@ -10,10 +10,12 @@ from functools import partial
 import torch
 
 from flexgen_h2o.cache.alternatives import AlternativeCache, SimulatedBlockCache
+from flexgen_h2o.cache.grouped_cache import GroupedCache
 from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.cache.layout import CacheShape, CacheSize, slots_of
 from flexgen_h2o.cache.recurrent_state import RecurrentStates
-from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.cache_layout import CacheOptions
+from flexgen_h2o.config.h2o import H2OConfig, select_layers
 from flexgen_h2o.config.limits import HIDDEN_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
@@ -32,7 +34,7 @@ from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import D2H, H2D, TransferQueue, Transfers
 
-BlockCache = KVCache | AlternativeCache
+BlockCache = KVCache | GroupedCache | AlternativeCache
 """The cache of a block. The others have the interface of `KVCache`."""
 
 
@@ -174,6 +176,17 @@ class WorkspaceSize:
         return self.rows >= other.rows and self.cache.covers(other.cache)
 
 
+def cache_shape(config: ModelConfig, options: CacheOptions, dtype: torch.dtype) -> CacheShape:
+    """Return the shape of the cache of a model whose layers all have the same heads.
+
+    `dtype` is that of a cache that is not quantized.
+    """
+    latent = config.latent is not None
+    return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype,
+                      options.layout(config.head_dim, latent=latent), options.attn_sparsity,
+                      config.attention, latent)
+
+
 def rotation_of(config: ModelConfig) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
     """Return the function (x, positions, layer) that applies RoPE in a model's layers.
 
@@ -195,8 +208,10 @@ class Workspace:
 
     Parameters
     ----------
-    shape : CacheShape
-        Of the attention layers.
+    options : CacheOptions
+        Its `h2o` is not used.
+    dtype : torch.dtype
+        dtype of weights, activations, and a cache that is not quantized.
     h2o : H2OConfig or None
         Of the attention layers.
     cache : BlockCache, optional
@@ -207,49 +222,59 @@ class Workspace:
     Attributes
     ----------
     dtype : torch.dtype
-        dtype of weights, activations, and a cache that is not quantized.
     states : RecurrentStates or None
         The states of recurrent layers, if the model has any.
     """
 
-    def __init__(self, config: ModelConfig, shape: CacheShape, size: WorkspaceSize, *,
-                 policy: Policy,
+    def __init__(self, config: ModelConfig, options: CacheOptions, size: WorkspaceSize, *,
+                 dtype: torch.dtype, policy: Policy,
                  h2o: H2OConfig | None, transfers: Transfers, offload_dir: OffloadDirs,
                  cache: BlockCache | None = None, smoothing: Sequence[LayerSmoothing] = ()):
         self.size = size
-        self.dtype = shape.dtype
+        self.dtype = dtype
         self.operations = Operations(transfers.device.torch_device)
         self._offload_dir = offload_dir
         self._transfers = transfers
         self._folder: RunFolder | None = None
 
-        def rope(positions: torch.Tensor):
-            return None if config.rope is None else rope_tables(config.rope, positions,
-                                                                torch.float32)
-
         with ExitStack() as resources:
             self._resources = resources
             self.cache: BlockCache
+            cached = config.attention_only
             if cache is not None:
                 self.cache = cache
             elif h2o is not None and h2o.simulate:
-                self.cache = SimulatedBlockCache(h2o, rotation_of(config.attention_only),
-                                                 shape.attention_variant, smoothing)
+                self.cache = SimulatedBlockCache(h2o, rotation_of(cached),
+                                                 cached.attention_variant, smoothing)
             else:
-                self.cache = KVCache(shape, size.cache, policy, h2o=h2o, rope=rope,
-                                     transfers=transfers, run_folder=self._run_folder,
-                                     smoothing=smoothing)
+                self.cache = self._kv_cache(cached, options, h2o, policy, smoothing)
             self.states: RecurrentStates | None = None
             if config.recurrent is not None:
                 self.states = RecurrentStates(
                     config.recurrent, sum(config.recurrent_layers), size.cache, policy,
                     transfers=transfers, run_folder=self._run_folder)
             self.hidden = HiddenStates(
-                size.rows, config.hidden_size, shape.dtype, batches=size.cache.batches,
+                size.rows, config.hidden_size, dtype, batches=size.cache.batches,
                 placement=policy.activations, transfers=transfers, run_folder=self._run_folder)
             # Closed first: no transfer may be under way when files and buffers are freed.
             resources.callback(transfers.abandon)
             self._resources = resources.pop_all()
+
+    def _kv_cache(self, config: ModelConfig, options: CacheOptions, h2o: H2OConfig | None,
+                  policy: Policy, smoothing: Sequence[LayerSmoothing]) -> KVCache | GroupedCache:
+        """Return the cache of the layers of `config`, which all have attention."""
+        def rope(positions: torch.Tensor):
+            return None if config.rope is None else rope_tables(config.rope, positions,
+                                                                torch.float32)
+
+        groups = {layers: KVCache(
+            cache_shape(config.select_layers(layers), options, self.dtype),
+            self.size.cache.select_layers(layers), policy, h2o=select_layers(h2o, layers),
+            rope=rope, transfers=self._transfers, run_folder=self._run_folder,
+            smoothing=[smoothing[layer] for layer in layers] if smoothing else (),
+            suffix=f"-{number}" if number else "")
+            for number, layers in enumerate(config.cache_groups)}
+        return next(iter(groups.values())) if len(groups) == 1 else GroupedCache(groups)
 
     @property
     def caches(self) -> tuple[BlockCache | RecurrentStates, ...]:

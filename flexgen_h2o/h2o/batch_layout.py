@@ -6,8 +6,8 @@ each sequence. Without chunked prefill the prompts are forward pass 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,11 @@ class BatchLayout:
     def max_tokens(self, token: int) -> int:
         """Return the tokens of the longest sequence; see `tokens`."""
         return max(self.tokens(sequence, token) for sequence in range(len(self)))
+
+    def select_layers(self, layers: Sequence[int]) -> BatchLayout:
+        """Return the layout for a cache of some layers."""
+        return replace(self, evicts=tuple(self.evicts[layer] for layer in layers)
+                       ) if self.evicts else self
 
     @property
     def longest(self) -> int:

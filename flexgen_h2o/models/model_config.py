@@ -16,6 +16,7 @@ from flexgen_h2o.config.layers import (
     DEFAULT_VARIANT,
     AttentionVariant,
     ExpertsConfig,
+    KVHeads,
     LatentConfig,
     RecurrentConfig,
 )
@@ -24,7 +25,8 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.rope import NO_ROPE, RopeConfig
 from flexgen_h2o.models.tensors import ModelWeights, WeightShapes
 
-_BY_LAYER = ("attention", "other_rope_layers", "dense_layers", "recurrent_layers")
+_BY_LAYER = ("attention", "other_rope_layers", "other_head_layers", "dense_layers",
+             "recurrent_layers")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
 
 
@@ -56,6 +58,14 @@ class ModelConfig:
         Rotary positions; None for learned positions. See `other_rope_layers`.
     other_rope_layers : tuple of bool
         Whether a layer rotates by `other_rope`; empty if all rotate by `rope`.
+    other_heads : KVHeads or None
+        The heads of some layers, which differ from `num_kv_heads` heads of `head_dim`. See
+        `kv_heads`.
+    other_head_layers : tuple of bool
+        Whether a layer has `other_heads`; empty if none has.
+    attention_k_eq_v : bool
+        Gemma 4: values are keys without their norm's weights and rotation, in layers without a
+        window.
     rope_interleaved : bool
         Whether dimensions (2i, 2i + 1) of a head rotate together, as in GLM and Cohere, instead of
         (i, i + rotary_dim / 2). `Decoder.attention_inputs` sorts them, so that the cache rotates
@@ -130,6 +140,9 @@ class ModelConfig:
     rope: RopeConfig | None = None
     other_rope: RopeConfig | None = None
     other_rope_layers: tuple[bool, ...] = ()
+    other_heads: KVHeads | None = None
+    other_head_layers: tuple[bool, ...] = ()
+    attention_k_eq_v: bool = False
     rope_interleaved: bool = False
     qk_norm: bool = False
     attention_gate: bool = False
@@ -159,13 +172,23 @@ class ModelConfig:
         if not any(self.recurrent_layers):
             object.__setattr__(self, "recurrent", None)
             object.__setattr__(self, "recurrent_layers", ())
+        if not any(self.other_head_layers) or self.other_heads is None:
+            object.__setattr__(self, "other_heads", None)
+            object.__setattr__(self, "other_head_layers", ())
+        elif all(self.other_head_layers):  # in a part of a model
+            object.__setattr__(self, "num_kv_heads", self.other_heads.count)
+            object.__setattr__(self, "head_dim", self.other_heads.dim)
+            object.__setattr__(self, "other_heads", None)
+            object.__setattr__(self, "other_head_layers", ())
         if not any(self.dense_layers):
             object.__setattr__(self, "dense_layers", ())
         elif all(self.dense_layers):  # in a part of a model
             object.__setattr__(self, "experts", None)
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(f"{self.name}: {self.num_heads} attention heads cannot share "
-                            f"{self.num_kv_heads} key/value heads evenly; the config is wrong")
+        for layers in self.cache_groups:
+            count = self.kv_heads(layers[0]).count if layers else self.num_kv_heads
+            if self.num_heads % count:
+                raise UserError(f"{self.name}: {self.num_heads} attention heads cannot share "
+                                f"{count} key/value heads evenly; the config is wrong")
         supported = ("xielu",) if self.family == "apertus" else ACTIVATIONS
         if self.activation not in supported:
             raise UserError(f"{self.name}: activation function {self.activation!r} is not "
@@ -180,11 +203,12 @@ class ModelConfig:
         if set(variants) == {DEFAULT_VARIANT}:
             variants = ()
         object.__setattr__(self, "attention", variants)
-        for rope in self.ropes:
+        for layer in range(self.num_layers if self.ropes else 0):
+            rope, width = self.ropes[self.rope_number(layer)], self.kv_heads(layer).dim
             rotary = rope.rotary_dim
-            if rope != NO_ROPE and (rotary % 2 or not 2 <= rotary <= self.head_dim):
+            if rope != NO_ROPE and (rotary % 2 or not 2 <= rotary <= width):
                 raise UserError(f"{self.name}: {rotary} rotary dimensions in a head of "
-                                f"{self.head_dim} are not supported (an even number that fits is)")
+                                f"{width} are not supported (an even number that fits is)")
 
     def slice_layers(self, first: int, last: int) -> ModelConfig:
         """Return the model of layers first:last."""
@@ -225,6 +249,12 @@ class ModelConfig:
         """Return the variant of attention of a decoder layer."""
         return self.attention[layer] if self.attention else DEFAULT_VARIANT
 
+    def kv_heads(self, layer: int) -> KVHeads:
+        """Return the key heads of a decoder layer."""
+        if self.other_heads is not None and self.other_head_layers[layer]:
+            return self.other_heads
+        return KVHeads(self.num_kv_heads, self.head_dim)
+
     def has_experts(self, layer: int) -> bool:
         """Return True if a decoder layer has experts in place of an MLP."""
         return self.experts is not None and not (self.dense_layers and self.dense_layers[layer])
@@ -244,6 +274,14 @@ class ModelConfig:
         return self if self.recurrent is None else self.select_layers(self.attention_layers)
 
     @cached_property
+    def cache_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The decoder layers of each group of the KV cache: `attention_layers` with equal heads."""
+        groups: dict[KVHeads, list[int]] = {}
+        for layer in self.attention_layers:
+            groups.setdefault(self.kv_heads(layer), []).append(layer)
+        return tuple(map(tuple, groups.values())) or ((),)
+
+    @cached_property
     def layer_kinds(self) -> dict[int, int]:
         """The first decoder layer of each kind, and the count of the kind.
 
@@ -252,8 +290,8 @@ class ModelConfig:
         kinds = list(map(self._kind, range(self.num_layers)))
         return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
-    def _kind(self, layer: int) -> tuple[bool, bool]:
-        return self.has_experts(layer), self.is_recurrent(layer)
+    def _kind(self, layer: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return tuple((short, spec.shape) for short, spec in self.weights.layers[layer].items())
 
     @property
     def expert_layers(self) -> int:
@@ -312,7 +350,8 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of keys and values per token of the full cache, in all layers."""
-        return len(self.attention_layers) * self.cached_size * itemsize
+        return itemsize * sum(len(layers) * self.select_layers(layers).cached_size
+                              for layers in self.cache_groups)
 
     def embed_shapes(self) -> WeightShapes:
         """Return the sizes of the embeddings, including a tied token table."""
@@ -327,8 +366,7 @@ class ModelConfig:
         return self._layer_shapes[self._kind(layer)][1:]
 
     @cached_property
-    def _layer_shapes(self) -> dict[tuple[bool, bool],
-                                    tuple[WeightShapes, WeightShapes, WeightShapes]]:
+    def _layer_shapes(self) -> dict[tuple, tuple[WeightShapes, WeightShapes, WeightShapes]]:
         """Sizes of a layer and of its halves, by its kind."""
         shapes = {}
         for kind in self.layer_kinds:
@@ -371,7 +409,9 @@ class ModelConfig:
         """Return the elements of `Scratch` that a decoder layer uses for a number of rows."""
         into = (self.half_shapes(layer)[1].matrices[:-1] for layer in self.layer_kinds)
         wide = max(sum(outputs for outputs, _ in matrices) for matrices in into)
-        inputs = self.q_size + 2 * self.kv_size
+        groups = list(map(self.select_layers, self.cache_groups))
+        inputs = (max(group.q_size for group in groups)
+                  + 2 * max(group.kv_size for group in groups))
         if self.latent is not None:
             wide += self.latent.query_rank + self.latent.key_dim + self.num_heads * (
                 self.latent.query_dim + self.latent.value_dim)

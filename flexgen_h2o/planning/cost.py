@@ -136,7 +136,9 @@ class _UnitCosts:
         self._compute = hardware.compute
         self._run = run
         self._model = model = run.model
-        self._cache = CacheCosts(hardware, run.attention_run)
+        # Of each group of layers of the KV cache, and the share of layers that are in it.
+        self._caches = [(CacheCosts(hardware, part), part.model.num_layers / model.num_layers)
+                        for part in run.cache_runs if part.model.num_layers]
         self._attention_share = len(model.attention_layers) / model.num_layers
         self._batches = run.group_batches
         self._sequences = self._batches * run.workload.gpu_batch_size
@@ -223,12 +225,11 @@ class _UnitCosts:
                 cost.add(COMPUTE, self._batches * chunks * self._dense_seconds(sequences * tokens))
         self._load_experts(cost, tokens)
         self._compute_experts(cost, tokens)
-        if self._attention_share:
+        for cache, share in self._caches:
             attention = CostAccumulator(self._hardware)
-            attention.add(COMPUTE,
-                          self._sequences * self._cache.prompt_attention_seconds() / passes)
-            self._cache.add_prompt(attention)
-            cost.seconds += self._attention_share * attention.seconds
+            attention.add(COMPUTE, self._sequences * cache.prompt_attention_seconds() / passes)
+            cache.add_prompt(attention)
+            cost.seconds += share * attention.seconds
         self._add_states(cost, tokens, loads=(passes - 1) / passes)
         return self._unit(count, cost)
 
@@ -241,14 +242,16 @@ class _UnitCosts:
         self._load_experts(cost, 1.0)
         self._compute_experts(cost, 1.0)
         self._add_states(cost, 1.0)
-        attention, awaited = CostAccumulator(self._hardware), None
-        if self._attention_share:
-            self._cache.add_token(attention)
-            attention.seconds *= self._attention_share
-            awaited = self._cache.stall_seconds()
-        cost.seconds += attention.seconds
-        return self._unit(count, cost, attention.seconds[0],
-                          None if awaited is None else self._attention_share * awaited)
+        seconds, awaited = np.zeros_like(cost.seconds), None
+        for cache, share in self._caches:
+            attention = CostAccumulator(self._hardware)
+            cache.add_token(attention)
+            seconds += share * attention.seconds
+            stall = cache.stall_seconds()
+            if stall is not None:
+                awaited = share * stall + (0.0 if awaited is None else awaited)
+        cost.seconds += seconds
+        return self._unit(count, cost, seconds[0], awaited)
 
     def _add_states(self, cost: CostAccumulator, tokens: float, *, loads: float = 1.0) -> None:
         """Add the recurrent states of an average layer: `tokens` tokens of each sequence.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -61,13 +61,13 @@ def scratch_bytes(run: PlannedRun) -> int:
     chunk = max(run.chunk_rows, run.pass_rows)
     rows = min(load.gpu_batch_size * run.pass_rows, chunk)
     # Attention also allocates its output and copies of its inputs.
-    copies = rows * (2 * model.q_size + 2 * model.kv_size)
+    copies = rows * max(2 * part.model.q_size + 2 * part.model.kv_size for part in run.cache_runs)
     layer = (model.scratch_elements(rows) + copies) * run.itemsize
     # Logits in the run's dtype, and up to three float32 copies while sampling.
     logit_rows = min(load.gpu_batch_size + run.policy.draft_tokens, LOGIT_ROWS)
     logits = logit_rows * model.vocab_size * (run.itemsize + 3 * 4)
     logits *= run.is_last_stage
-    kernels = max(_attention_scratch(run.attention_run), _migrated_bytes(run))
+    kernels = max(*map(_attention_scratch, run.cache_runs), _migrated_bytes(run))
     kernels += _matmul_scratch(run)
     return layer + logits + kernels + moe_scratch(run) + RESERVE + TUNING * run.has_gpu
 
@@ -94,12 +94,12 @@ def moe_scratch(run: PlannedRun) -> int:
 
 def _migrated_bytes(run: PlannedRun) -> int:
     """Return the bytes of continued sequences' cache, which is copied to the next block."""
-    load, attention = run.workload, run.attention_run
+    load = run.workload
     sequences = load.gpu_batch_size * load.num_gpu_batches
     carried = sequences - math.ceil(run.policy.refill_share * sequences)
-    slots = max(layer_slots(attention.cache, attention.model, load), default=0)
-    return carried * max(slots * kv_entry_bytes(run.cache, run.model, run.itemsize),
-                         run.state_bytes)
+    return carried * max(run.state_bytes, *(
+        max(layer_slots(part.cache, part.model, load), default=0)
+        * kv_entry_bytes(part.cache, part.model, run.itemsize) for part in run.cache_runs))
 
 
 def _attention_scratch(run: PlannedRun) -> int:
@@ -190,7 +190,7 @@ def plan_rows(run: PlannedRun) -> tuple[MemoryRow, ...]:
     """Return the memory plan of a run. Without a GPU the gpu tier is counted as host memory."""
     draft = run.draft_run
     scratch = max(scratch_bytes(run), 0 if draft is None else scratch_bytes(draft))
-    rows = (*_weight_rows(run), *_cache_rows(run.attention_run), *_state_rows(run),
+    rows = (*_weight_rows(run), *_cache_rows(run), *_state_rows(run),
             *_activation_rows(run),
             *(() if draft is None else _draft_rows(draft)), MemoryRow("workspace", scratch))
     if run.has_gpu:
@@ -273,7 +273,17 @@ def _expert_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     yield MemoryRow("expert slots", slots, host)
 
 
-def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
+def _cache_rows(run: PlannedRun) -> Iterable[MemoryRow]:
+    """Return the rows of the KV cache, summed over its groups of layers."""
+    rows: dict[str, MemoryRow] = {}
+    for row in chain.from_iterable(map(_group_rows, run.cache_runs)):
+        total = rows.get(row.name, MemoryRow(row.name))
+        rows[row.name] = MemoryRow(row.name, total.gpu + row.gpu, total.cpu + row.cpu,
+                                   total.disk + row.disk)
+    return rows.values()
+
+
+def _group_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     """Yield the KV cache by sequences, its staging buffers, gathered prompts and eviction state."""
     model, load, options = run.model, run.workload, run.cache
     num_slots = layer_slots(options, model, load)

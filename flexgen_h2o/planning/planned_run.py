@@ -206,13 +206,15 @@ class PlannedRun:
                        cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
 
     @cached_property
-    def attention_run(self) -> PlannedRun:
-        """The run of the attention layers alone, numbered as in the KV cache."""
-        model = self.model
-        if model.recurrent is None:
-            return self
-        h2o = select_layers(self.cache.h2o, model.attention_layers)
-        return replace(self, model=model.attention_only, cache=replace(self.cache, h2o=h2o))
+    def cache_runs(self) -> tuple[PlannedRun, ...]:
+        """The run of each group of attention layers alone, numbered as in its KV cache."""
+        groups = self.model.cache_groups
+        if groups == (tuple(range(self.model.num_layers)),):
+            return (self,)
+        return tuple(replace(
+            self, model=self.model.select_layers(layers),
+            cache=replace(self.cache, h2o=select_layers(self.cache.h2o, layers)))
+            for layers in groups)
 
     @property
     def state_bytes(self) -> int:
