@@ -237,7 +237,7 @@ class Decoder:
         """
         if cfg.parallel_residual:
             self.mlp(cfg, w, x, ops)
-        attended = attended.reshape(len(x), cfg.q_size)
+        attended = attended.flatten(1)
         for block in row_blocks(len(x)):
             source = attended[block]
             if "out_gate" in w:

@@ -262,6 +262,10 @@ class Operations(Scratch):
         """Clamp x to [-limit, limit]."""
         x.clamp_(-limit, limit)
 
+    def scale_(self, x: Tensor, factor: Tensor) -> None:
+        """Multiply x by a factor [1] in place."""
+        x.mul_(factor)
+
     def copy_(self, out: Tensor, x: Tensor) -> None:
         """Copy x to out."""
         out.copy_(x)
@@ -356,6 +360,9 @@ class CapturingOperations(Operations):
 
     def clamp_(self, x: Tensor, limit: float) -> None:
         self._capture.append(partial(x.clamp_, -limit, limit))
+
+    def scale_(self, x: Tensor, factor: Tensor) -> None:
+        self._capture.append(partial(x.mul_, factor))
 
     def copy_(self, out: Tensor, x: Tensor) -> None:
         self._capture.append(partial(out.copy_, x))

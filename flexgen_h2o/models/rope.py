@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 RopeTables: TypeAlias = "tuple[Tensor, Tensor]"
 """Cosines and sines, [rows, rotary_dim / 2] each."""
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_Share = Annotated[float, Meta(gt=0, le=1)]
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3",
+              "proportional")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class RopeConfig:
     short_factors, long_factors : tuple of float
         `longrope` (arXiv 2402.13753): divisors of the frequency of each pair of dimensions, for
         texts within the original context and for longer ones.
+    rotated_pairs : int
+        `proportional`: leading pairs of dimensions that rotate; the frequency of the others is 0.
     """
 
     theta: float
@@ -69,6 +73,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    rotated_pairs: int = 0
 
     def max_positions(self, trained: int) -> int:
         """Return the positions of a model whose config.json has `trained` of them.
@@ -119,7 +124,7 @@ def nope(layers: Sequence[bool]) -> dict[str, Any]:
 
 
 def read_rope(f: Fields, *, theta: Any = None, parameters: Any = None,
-              partial: bool = False) -> RopeConfig:
+              partial: bool = False, head_dim: int | None = None) -> RopeConfig:
     """Read rope options from `rope_parameters` (transformers 5) or `rope_scaling` (4).
 
     Parameters
@@ -130,6 +135,8 @@ def read_rope(f: Fields, *, theta: Any = None, parameters: Any = None,
         Used instead of the two keys.
     partial : bool
         Whether only a part of each head may rotate.
+    head_dim : int, optional
+        Width of a head. None: head_dim of config.json.
 
     Raises
     ------
@@ -145,14 +152,16 @@ def read_rope(f: Fields, *, theta: Any = None, parameters: Any = None,
     if rope_type not in ROPE_TYPES:
         raise UserError(f"{f.name}: rope type {rope_type!r} is not supported "
                         f"(supported: {', '.join(ROPE_TYPES)})")
-    share = f.fit(Annotated[float, Meta(gt=0, le=1)], first(
+    share = f.fit(_Share, first(
         parameters.get("partial_rotary_factor"), f.raw("partial_rotary_factor"),
         f.raw("rotary_pct"), 1.0), "partial_rotary_factor")
+    if rope_type == "proportional":
+        share = 1.0  # whole heads have frequencies
     if not partial and share != 1.0:
         raise UserError(f"{f.name}: partial_rotary_factor = {share} is not supported "
                         f"in a {f.values['model_type']} model")
     base = first(parameters.get("rope_theta"), theta, f.raw("rope_theta"))
-    rotary_dim = int(f.head_dim() * share)
+    rotary_dim = int((head_dim or f.head_dim()) * share)
     try:
         rope = RopeConfig(theta=f.fit(Positive, base, "rope_theta"), rotary_dim=rotary_dim,
                           rope_type=rope_type, **_SCALINGS[rope_type](f, parameters, rotary_dim))
@@ -166,7 +175,8 @@ def read_rope(f: Fields, *, theta: Any = None, parameters: Any = None,
     return rope
 
 
-def read_layer_ropes(f: Fields, *, local_theta: Any = None) -> tuple[RopeConfig, RopeConfig]:
+def read_layer_ropes(f: Fields, *, local_theta: Any = None, full_head_dim: int | None = None
+                     ) -> tuple[RopeConfig, RopeConfig]:
     """Read the ropes of layers with full attention and of layers with sliding windows.
 
     In a config.json of transformers 4 a scaling is that of the first alone.
@@ -175,12 +185,15 @@ def read_layer_ropes(f: Fields, *, local_theta: Any = None) -> tuple[RopeConfig,
     ----------
     local_theta : number, optional
         The base of layers with windows, if their parameters have none. None: rope_theta.
+    full_head_dim : int, optional
+        Width of a head in layers with full attention. None: head_dim of config.json.
     """
     parameters = f.mapping("rope_parameters")
     if not set(LAYER_TYPES) & set(parameters):
         parameters = {LAYER_TYPES[0]: f.mapping("rope_scaling") or parameters}
     full, local = (parameters.get(layer_type) or {} for layer_type in LAYER_TYPES)
-    return read_rope(f, parameters=full), read_rope(f, parameters=local, theta=local_theta)
+    return (read_rope(f, parameters=full, head_dim=full_head_dim),
+            read_rope(f, parameters=local, theta=local_theta))
 
 
 def _default(f: Fields, scaling: Mapping, rotary_dim: int) -> dict[str, Any]:
@@ -248,8 +261,15 @@ def _dynamic(f: Fields, parameters: Mapping, rotary_dim: int) -> dict[str, Any]:
         "original_max_positions": f.count("max_position_embeddings")}
 
 
+def _proportional(f: Fields, parameters: Mapping, rotary_dim: int) -> dict[str, Any]:
+    share = f.fit(_Share, first(parameters.get("partial_rotary_factor"), 1.0),
+                  "partial_rotary_factor")
+    factor = f.fit(Positive, first(parameters.get("factor"), 1.0), "rope factor")
+    return {"factor": factor, "rotated_pairs": int(share * rotary_dim // 2)}
+
+
 _SCALINGS = {"default": _default, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn,
-             "longrope": _longrope, "llama3": _llama3}
+             "longrope": _longrope, "llama3": _llama3, "proportional": _proportional}
 
 
 def _original(f: Fields, parameters: Mapping) -> int:
@@ -323,6 +343,8 @@ def _frequencies(rope: RopeConfig, device: torch.device, lengths: Tensor | None)
     plain = 1.0 / steepness
     if rope.rope_type == "linear":
         return plain / rope.factor
+    if rope.rope_type == "proportional":
+        return plain.where(steps < 2 * rope.rotated_pairs, 0.0) / rope.factor
     if rope.rope_type == "longrope":
         factors = torch.tensor(rope.short_factors, device=device)
         if lengths is not None:

@@ -74,6 +74,12 @@ def _gemma3(*sizes: int, **other) -> dict[str, Any]:
         "full_attention": _rope(1000000.0, "linear", factor=8.0)}, **other)
 
 
+def _gemma4(*sizes: int, **other) -> dict[str, Any]:
+    return _sizes("gemma4_text", *sizes, sliding_window=1024, max_position_embeddings=262144,
+                  attention_k_eq_v=True, hidden_size_per_layer_input=0,
+                  final_logit_softcapping=30.0, **other)
+
+
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     return _sizes("gpt_oss", 2880, layers, 64, 8, 2880, num_local_experts=experts,
                   quantization_config={"quant_method": "mxfp4"},
@@ -239,6 +245,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "google/gemma-3-12b-pt": _gemma3(3840, 48, 16, 8, 15360),
     "google/gemma-3-27b-pt": _gemma3(5376, 62, 32, 16, 21504, head_dim=128,
                                      query_pre_attn_scalar=168),
+    "google/gemma-4-31B": _gemma4(5376, 60, 32, 16, 21504, num_global_key_value_heads=4),
     "ibm-granite/granite-3.0-8b-base": _sizes(
         "granite", 4096, 40, 32, 8, 12800, vocab_size=49155, max_position_embeddings=4096,
         rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,

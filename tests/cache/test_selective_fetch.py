@@ -145,7 +145,8 @@ def test_decode_steps_load_no_whole_layer(tiny_model, fetched, monkeypatch):
 
 
 @everywhere
-@pytest.mark.parametrize(("key", "h2o"), [("llama", SOME_LAYERS), ("gemma3", RECALL)])
+@pytest.mark.parametrize(("key", "h2o"), [("llama", SOME_LAYERS), ("gemma3", RECALL),
+                                          ("gemma4", RECALL)])
 def test_full_and_windowed_layers_are_fetched_whole(tiny_model, fetched, key, h2o):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)

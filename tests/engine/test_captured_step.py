@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 BRANCHES = ("opt_350m_style", "opt_no_bias", "mistral_window", "qwen3", "phi3_longrope", "gemma2",
-            "granite", "olmo2", "stablelm_12b", "neox", "neox_sequential")
+            "gemma4", "granite", "olmo2", "stablelm_12b", "neox", "neox_sequential")
 """Models that differ in what a captured step does."""
 
 

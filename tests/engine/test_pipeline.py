@@ -111,6 +111,7 @@ def test_two_ranks_give_the_same_tokens(tiny_model, case):
     ("qwen2_moe", 2, {"experts": Placement(50, 0, 50), "expert_choices": RISING}),
     ("qwen3_moe_dense", 2, {"experts": Placement(0, 0, 100), "num_gpu_batches": 5}),
     ("qwen3_5", 4, {"cache": DISK, "refill_share": 0.3}),
+    ("gemma4", 3, {"cache": DISK, "prefill_chunk": 8}),
     *full_cases(("opt_350m_style", 2, {"weights": DISK}), ("opt_untied", 2, {"weights": DISK}),
                 ("llama_untied_bias", 3, {"weights": DISK}), ("neox", 3, {"weights": DISK}),
                 ("qwen2_moe", 2, {"experts": DISK, "expert_slots": 4}),

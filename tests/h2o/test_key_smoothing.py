@@ -89,7 +89,7 @@ def losses(folder, **options):
     return -torch.tensor(scored)
 
 
-@pytest.mark.parametrize("key", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("key", ["gemma2", "gpt_oss", "gemma4"])
 @pytest.mark.parametrize("options", [
     {"cache_bits": 8}, {"h2o": H2OConfig(heavy_tokens=10, recent_tokens=10, recall=True)}],
     ids=["cache", "recall"])

@@ -48,6 +48,14 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_facto
              "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
              "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]}
 
+_GEMMA4 = {"num_hidden_layers": 4, "head_dim": 12, "global_head_dim": 20, "sliding_window": 6,
+           "hidden_size_per_layer_input": 0, "final_logit_softcapping": 4.0, "layer_types": [
+               "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+           "rope_parameters": {
+               "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+               "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0,
+                                  "partial_rotary_factor": 0.3}}}
+
 # Each makes the transformers config of one branch. The folder of a model has the name of its key.
 TINY: dict[str, Callable[[], Any]] = {
     "opt": _opt(),
@@ -76,6 +84,10 @@ TINY: dict[str, Callable[[], Any]] = {
     "gemma3": _of("Gemma3Text", head_dim=12, sliding_window=6, query_pre_attn_scalar=20,
                   layer_types=["sliding_attention", "full_attention",
                                "sliding_attention"]),
+    "gemma4": _of("Gemma4Text", _GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
+    "gemma4_values": _of("Gemma4Text", _GEMMA4, attention_bias=True,
+                         num_hidden_layers=3,
+                         layer_types=["full_attention", "sliding_attention", "full_attention"]),
     "qwen3_5": _of("Qwen3_5Text", num_hidden_layers=5, head_dim=24,
                    tie_word_embeddings=True, **HYBRID),
     "granite": _of("Granite", attention_multiplier=0.2, residual_multiplier=0.4,
@@ -111,12 +123,13 @@ _TOWER = {"intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_atte
           "num_heads": 2, "image_size": 28, "patch_size": 14, "deepstack_visual_indexes": [0]}
 
 
-def _multimodal(model_type: str, text: Any):
+def _multimodal(model_type: str, text: Any, **tower: Any):
     from transformers import AutoConfig
 
     text = text if isinstance(text, dict) else text().to_dict()
     widths = dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size"), text["hidden_size"])
-    return AutoConfig.for_model(model_type, text_config=text, vision_config={**_TOWER, **widths})
+    return AutoConfig.for_model(model_type, text_config=text, vision_config={
+        **_TOWER, **widths, **tower})
 
 
 def _mrope(sections: list[int], **options) -> dict[str, Any]:
@@ -127,6 +140,8 @@ def _mrope(sections: list[int], **options) -> dict[str, Any]:
 
 MULTIMODAL: dict[str, Callable[[], Any]] = {
     "gemma3_vision": lambda: _multimodal("gemma3", TINY["gemma3"]),
+    "gemma4_vision": lambda: _multimodal("gemma4", TINY["gemma4"](pad_token_id=0).to_dict(),
+                                         num_key_value_heads=2, head_dim=24),
     "mistral3": lambda: _multimodal("mistral3", _mistral(sliding_window=None)),
     "llava": lambda: _multimodal("llava", _llama()),
     "aya_vision": lambda: _multimodal("aya_vision", TINY["cohere2"]),
@@ -157,11 +172,11 @@ def make_tiny(key: str, folder: Path) -> TinyModel:
     limit_as_configured(model)
     generator = torch.Generator().manual_seed(sum(map(ord, key)))
     with torch.no_grad():
-        corrections = [(name, buffer) for name, buffer in model.named_buffers()
-                       if name.endswith("correction_bias")]
-        for name, parameter in (*model.named_parameters(), *corrections):
+        buffers = [(name, buffer) for name, buffer in model.named_buffers()
+                   if name.endswith(("correction_bias", "layer_scalar"))]
+        for name, parameter in (*model.named_parameters(), *buffers):
             # transformers starts biases at 0 and norms at 1: a forgotten one would go unnoticed.
-            norm = parameter.dim() == 1 and name.endswith("weight")
+            norm = parameter.dim() == 1 and name.endswith(("weight", "layer_scalar"))
             parameter.normal_(1.0 if norm else 0.0, 0.2, generator=generator)
             parameter.requires_grad_(False)
     model.save_pretrained(folder)

@@ -64,7 +64,7 @@ RECALL = H2OConfig(heavy_tokens=5, recall=True)
 @pytest.mark.parametrize("key, h2o", [
     ("opt", SMALL), ("llama", replace(SMALL, positions="rolling")), ("neox", SMALL),
     ("mistral_window", H2OConfig(heavy_tokens=3, recent_tokens=2)), ("llama", RECALL),
-    ("gemma2", RECALL),
+    ("gemma2", RECALL), ("gemma4", SMALL),
     *full_cases(*((key, replace(SMALL, positions=positions)) for key, positions in MODES))])
 def test_a_stream_equals_its_simulation(tiny_model, key, h2o):
     tiny = tiny_model(key)

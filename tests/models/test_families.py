@@ -29,9 +29,9 @@ from flexgen_h2o.models.rope import rope_tables
 FAMILIES = ["mistral_window", "llama_yarn", "qwen2", "qwen2_windows", "qwen3", "seed_oss", "phi3",
             "phi3_longrope", "gemma2", "gemma3", "granite", "olmo2", "olmo3", "stablelm",
             "stablelm_12b", "exaone4", "smollm3", "glm", "glm4", "cohere", "cohere2", "apertus",
-            "ernie4_5", "qwen3_5"]
+            "ernie4_5", "qwen3_5", "gemma4"]
 FEW = [key if key in ("mistral_window", "phi3_longrope", "gemma2", "stablelm_12b", "cohere2",
-                      "glm4", "apertus")
+                      "glm4", "apertus", "gemma4")
        else pytest.param(key, marks=pytest.mark.full) for key in FAMILIES]
 """Windows, positions that scale, soft caps, parallel residuals, layers without rotation, rotation
 in pairs and learned activations; the others with --all."""

@@ -36,7 +36,7 @@ def test_published_shapes_are_what_transformers_builds(name):
         model = AutoModelForCausalLM.from_config(config)
     cfg = published(name)
     corrections = sum(buffer.numel() for name, buffer in model.named_buffers()
-                      if name.endswith("correction_bias"))
+                      if name.endswith(("correction_bias", "layer_scalar")))
     assert cfg.num_parameters() == model.num_parameters() + corrections
     assert cfg == from_transformers(config, name)
 
@@ -79,6 +79,7 @@ def test_published_names():
 
 # Of a default config that transformers cannot make a model of either.
 REQUIRED = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
+            "gemma4_text": {"hidden_size_per_layer_input": 0},
             "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}}
 
 
@@ -104,6 +105,7 @@ def test_saved_config_equals_the_object(tmp_path, key):
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8}
+GEMMA4 = {"model_type": "gemma4_text", "num_hidden_layers": 6, "hidden_size_per_layer_input": 0}
 QWEN_MOE = {"model_type": "qwen3_moe", "num_key_value_heads": 2}
 NEOX = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4}
 LLAMA3_OLD = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -215,7 +217,7 @@ def test_forms_of_attention_go_with_their_layers():
     ({"model_type": "mpt", "attn_config": {"alibi": True}}, ["ALiBi"]),
     ({"quantization_config": {"quant_method": "hqq"}}, ["quantized by 'hqq'", "gptq"]),
     ({"hidden_act": "mish"}, ["'mish'", "gelu_new"]),
-    ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, ["'proportional'", "linear"]),
+    ({"rope_scaling": {"type": "axial", "factor": 2.0}}, ["'axial'", "linear"]),
     ({"rope_scaling": {"type": "dynamic"}}, ["rope factor must be", "got None"]),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}}, ["beta_fast"]),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["short_factor"]),
@@ -254,6 +256,12 @@ def test_forms_of_attention_go_with_their_layers():
     ({"model_type": "opt", "activation_function": "tanh"}, ["'tanh'"]),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, ["use_bidirectional"]),
     ({"model_type": "gemma3", "text_config": 3}, ["text_config must be an object"]),
+    ({"model_type": "gemma4", "text_config": {}}, ["per-layer embeddings", "E2B and E4B"]),
+    (GEMMA4 | {"num_kv_shared_layers": 2}, ["share keys and values", "= 2"]),
+    (GEMMA4 | {"use_bidirectional_attention": "all"}, ["use_bidirectional"]),
+    (GEMMA4 | {"per_layer_config": {"0": {"head_dim": 8}}}, ["per_layer_config with other layers"]),
+    (GEMMA4 | {"per_layer_config": {"5": {"sliding_window": 8}}}, ["per_layer_config"]),
+    (GEMMA4 | {"num_global_key_value_heads": 3, "attention_k_eq_v": True}, ["3 key/value heads"]),
     ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, ["layer_types must say"]),
     ({"model_type": "qwen2", "rope_scaling": {"type": "mrope"}}, ["'mrope'"]),
 ])

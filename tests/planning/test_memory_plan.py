@@ -72,6 +72,21 @@ def test_sums_without_a_gpu():
     assert plan.total("cpu") == sum(row.cpu for row in plan.rows)
 
 
+def test_layers_with_other_heads_have_caches_of_their_own():
+    """Gemma 4: 50 layers keep a window, and 10 cache half of that per token."""
+    model, load = published("google/gemma-4-31B"), replace(LOAD, prompt_len=2000)
+    window, full = 50 * 1023 * 2 * 16 * 256, 10 * 2031 * 2 * 4 * 512
+    for percent, tier in (((0, 100, 0, 100), 1), ((0, 100, 0, 0), 2)):
+        plan = memory_plan(model, make_policy(*percent, 100, 0), load, itemsize=2, has_gpu=True)
+        assert rows(plan)["cache"][tier] == 8 * 2 * (window + full)
+        staged = 1023 * 2 * 16 * 256 + 2031 * 2 * 4 * 512  # of a layer of each kind
+        assert rows(plan)["cache buffers"][0] == 3 * 4 * 2 * staged
+    plan = memory_plan(model, make_policy(*ALL_GPU), load, itemsize=2, has_gpu=True,
+                       cache=CacheOptions(bits=4))
+    four_bits = 2 * 50 * 1023 * 16 * (128 + 16) + 2 * 10 * 2031 * 4 * (256 + 32)
+    assert rows(plan)["cache"][0] == 8 * four_bits
+
+
 def test_a_draft_model_has_weights_and_caches():
     small = planned_run.DraftModel(published("facebook/opt-125m"), WeightOptions())
     plain, table = rows(make_plan(0, 100, 100, 0)), rows(make_plan(0, 100, 100, 0, draft=small))
