@@ -11,9 +11,9 @@ NAMES = [*JOBS] if selection.every_case else ["generate", "batch", "serve"]
 @pytest.fixture(scope="module")
 def results(shim, words_model, tmp_path_factory) -> list[dict]:
     """The results of all jobs, for a sample of the points."""
-    return list(sweep(shim, NAMES, words_model, tmp_path_factory.mktemp("jobs"),
-                      points=3 if selection.every_case else 1,
-                      step=1 if selection.every_case else 8))
+    points = 3 if selection.every_case else 1
+    return list(sweep(shim, NAMES, words_model, tmp_path_factory.mktemp("jobs"), points=points,
+                      allocations=points, step=1 if selection.every_case else 8))
 
 
 @pytest.mark.parametrize("job", NAMES)

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ class Shim:
 
 
 def sweep(shim: Path, jobs: Sequence[str], model: str, root: Path, *, points: int | None = None,
-          step: int = 1) -> Iterator[dict[str, Any]]:
+          allocations: int | None = None, step: int = 1) -> Iterator[dict[str, Any]]:
     """Run jobs once for each point.
 
     Parameters
@@ -130,7 +130,9 @@ def sweep(shim: Path, jobs: Sequence[str], model: str, root: Path, *, points: in
     root : Path
         Empty folder for the jobs' files.
     points : int, optional
-        Points of each fault, spread over all calls. Default: every call.
+        Points of each fault of a file, spread over all calls. Default: every call.
+    allocations : int, optional
+        Points of each fault of an allocation. Default: every allocation.
     step : int
         Try every `step`-th fault, others with each job.
 
@@ -142,7 +144,7 @@ def sweep(shim: Path, jobs: Sequence[str], model: str, root: Path, *, points: in
         is wrong.
     """
     request = {"jobs": jobs, "model": model, "root": str(root), "points": points,
-               "step": step}
+               "allocations": allocations, "step": step}
     folders = Path(__file__).parents[2], Path(__file__).parents[1]
     with subprocess.Popen(
             [sys.executable, "-m", "helpers.faults", "--child", json.dumps(request)],
@@ -177,19 +179,20 @@ def _fork_points(request: dict[str, Any]) -> None:
         gc.freeze()
         faults = [fault for number, fault in enumerate(FAULTS)
                   if (number + place) % request["step"] == 0]
-        for result in _points(job, root, shim, faults, request["points"]):
+        points = dict.fromkeys(KINDS, request["points"]) | {"allocate": request["allocations"]}
+        for result in _points(job, root, shim, faults, points):
             print(json.dumps({"job": name, **result}), flush=True)
 
 
-def _points(job: Any, root: Path, shim: Shim, faults: Sequence[Fault], points: int | None
-            ) -> Iterator[dict[str, Any]]:
+def _points(job: Any, root: Path, shim: Shim, faults: Sequence[Fault],
+            points: Mapping[str, int | None]) -> Iterator[dict[str, Any]]:
     """Yield the result of each point of a job."""
     clean = _in_child(job, root, lambda: _clean(job, shim))
     if clean["outcome"] != "completed":
         raise RuntimeError(clean["message"])
     for place, fault in enumerate(faults):
         calls = clean["counts"][fault.kind]
-        for number in _numbers(calls, points, len(root.name) + place):
+        for number in _numbers(calls, points[fault.kind], len(root.name) + place):
             result = _in_child(job, root, lambda f=fault, n=number: _attempt(job, shim, f, n))
             yield {"fault": fault.name, "calls": calls, "number": number, **result}
 
@@ -284,7 +287,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--csv", default="benchmarks/results/faults.csv")
     parser.add_argument("--jobs", nargs="*", help="default: all")
-    parser.add_argument("--points", type=int, help="points of each fault; default: every call")
+    parser.add_argument("--points", type=int,
+                        help="points of each fault of a file; default: every call")
+    parser.add_argument("--allocations", type=int,
+                        help="points of each fault of an allocation; default: every allocation")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -299,7 +305,8 @@ def main() -> None:
             raise SystemExit("this needs Linux and a C compiler")
         model, root = make_model(Path(folder)), Path(folder, "jobs")
         root.mkdir()
-        for result in sweep(shim, options.jobs or [*JOBS], model, root, points=options.points):
+        for result in sweep(shim, options.jobs or [*JOBS], model, root, points=options.points,
+                            allocations=options.allocations):
             row = rows.setdefault((result["job"], result["fault"]), Counter(calls=result["calls"]))
             row.update(("points", result["outcome"]))
             if result["outcome"] == "bug":
