@@ -31,7 +31,7 @@ from articles import compare_to_full, read_articles
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.config.h2o import BUILT_IN
+from flexgen_h2o.config.h2o import SCORES
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import CsvWriter, format_cell, report_partial_rows
@@ -113,7 +113,7 @@ def modes() -> list[Mode]:
         Mode("keys-8-values-4", {"key_bits": 8, "value_bits": 4}, {"full": cache_4}),
         *(Mode(f"h2o-{percent}{'' if score == 'sum' else f'-{score}'}",
                {"h2o": h2o(percent, score=score)}, long=percent == 20 or score == "sum")
-          for percent in (20, 5) for score in BUILT_IN),
+          for percent in (20, 5) for score in SCORES),
         Mode("h2o-20-cache-4", {"h2o": h2o(20), "cache_bits": 4}, {"h2o-20": cache_4}),
         Mode("recall-20", {"h2o": h2o(20, recall=True)}, {"full": {QWEN: 1.05}, "h2o-20": NOISE},
              long=True),

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from flexgen_h2o.config.parallel import CONTROL_THREAD
 from flexgen_h2o.errors import UserError, lacks_memory
@@ -98,18 +98,11 @@ class StopRequest:
             self._on_request()
 
 
-class Main(Protocol):
-    """The entry of a command."""
-
-    def __call__(self, argv: Sequence[str] | None = None) -> int:
-        """Run the command line `argv`, or the process's, and return its `exit_status`."""
-
-
 ALL_FAILED = 3
 """Exit status of a job whose requests have all failed."""
 
 
-def command(main: Callable[[Sequence[str] | None], int | None]) -> Main:
+def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
     """Wrap the `main` of a command: errors and signals become its `exit_status`.
 
     Without `argv`, the process ends after it.
@@ -132,7 +125,7 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Main:
 
 
 def entry_point(parse_args: Callable[[Sequence[str] | None], Options],
-                run: Callable[[Options], int | None]) -> Main:
+                run: Callable[[Options], int | None]) -> Callable[..., int]:
     """Return the `main` of a command: parse the flags, run, turn errors into an exit status."""
     return command(lambda argv: run(parse_args(argv)))
 

@@ -29,7 +29,7 @@ from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.validation import Count, StrictStruct, Text, validate
 from flexgen_h2o.config.weight_layout import AUTO, INTEGER_BITS, WEIGHT_BITS
 from flexgen_h2o.errors import UserError, did_you_mean
-from flexgen_h2o.files.chat_template import check_arguments
+from flexgen_h2o.files.chat_template import check_template_arguments
 from flexgen_h2o.files.readers import parse_json, parse_json_object, read_text
 from flexgen_h2o.files.writing import open_atomic
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -158,7 +158,7 @@ class RunConfig(RunFlags):
     def chat_arguments(self) -> dict[str, Any]:
         """Return the arguments of the chat template. Raises `UserError`."""
         arguments = parse_json_object("--chat-template-kwargs", self.chat_template_kwargs or "{}")
-        check_arguments("--chat-template-kwargs", arguments)
+        check_template_arguments("--chat-template-kwargs", arguments)
         return arguments
 
     def _check_bits(self) -> None:

@@ -23,7 +23,8 @@ from flexgen_h2o.errors import UserError
 
 FUSED_SCORES = ("sum", "mean", "decay")
 """Scores that the kernels compute."""
-BUILT_IN = (*FUSED_SCORES, "caote")
+SCORES = (*FUSED_SCORES, "caote")
+"""Scores of the built-in policies."""
 
 _registered: dict[str, object] = {}
 
@@ -35,7 +36,7 @@ def add_policy(name: str, policy: object) -> None:
     """
     if not isinstance(name, str) or not name or name != name.strip():
         raise UserError(f"a policy's name must be a word, got {name!r}")
-    if name in BUILT_IN or _registered.get(name, policy) != policy:
+    if name in SCORES or _registered.get(name, policy) != policy:
         raise UserError(f"a policy named {name!r} already exists: choose another name")
     _registered[name] = policy
 
@@ -47,8 +48,8 @@ def find_policy(name: str) -> object:
 
 def check_score(name: object) -> None:
     """Raise `UserError` unless a policy of this name is registered in this process."""
-    if not isinstance(name, str) or name not in (*BUILT_IN, *_registered):
-        known = ", ".join((*BUILT_IN, *_registered))
+    if not isinstance(name, str) or name not in (*SCORES, *_registered):
+        known = ", ".join((*SCORES, *_registered))
         raise UserError(f"score must be one of {known}, got {name!r}: register other policies "
                         "with register_policy in every process first")
 
@@ -56,7 +57,6 @@ def check_score(name: object) -> None:
 EVICTIONS = ("h2o", "window", "sink-window", "full")
 SINK_WINDOW_SINKS = 4
 """Sinks of ``--eviction sink-window``, as in StreamingLLM (arXiv 2309.17453)."""
-SCORES = BUILT_IN
 POSITIONS = ("original", "rolling")
 BUDGET_BASES = ("prompt", "text")
 INDEX_BITS = (4, 2)

@@ -55,8 +55,8 @@ class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
 
-def validate(kind: Any, value: object, name: str) -> Any:
-    """Return `value` as `kind`. Text is not converted to numbers, nor 1 to a bool.
+def validate(hint: Any, value: object, name: str) -> Any:
+    """Return `value` as the type `hint`. Text is not converted to numbers, nor 1 to a bool.
 
     Raises
     ------
@@ -67,11 +67,11 @@ def validate(kind: Any, value: object, name: str) -> Any:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):  # numpy scalars too
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
     try:
-        converted = msgspec.convert(value, kind)
+        converted = msgspec.convert(value, hint)
         if isinstance(converted, float) and not math.isfinite(converted):
             raise ValueError("not finite")
     except ValueError as error:  # ValidationError, and UnicodeEncodeError for a lone surrogate
-        expected = _expected(kind, value)
+        expected = _expected(hint, value)
         raise UserError(f"{name}: {error}" if expected is None else
                         f"{name} must be {expected}, got {short_repr(value)}") from None
     if isinstance(converted, str):
@@ -79,26 +79,26 @@ def validate(kind: Any, value: object, name: str) -> Any:
     return converted
 
 
-def _expected(kind: Any, value: object) -> str | None:
+def _expected(hint: Any, value: object) -> str | None:
     """Return the description of a scalar type, or of its bound that `value` exceeds, if any."""
-    (kind,) = (member for member in _members(kind) if member is not NoneType)
-    kind, bounds = get_args(kind) if get_origin(kind) is Annotated else (kind, Meta())
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
+    (hint,) = (member for member in _members(hint) if member is not NoneType)
+    hint, bounds = get_args(hint) if get_origin(hint) is Annotated else (hint, Meta())
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
     if bounds.pattern is not None:
         return "text that is not empty"
-    if type(value) in (kind, int) and (not isinstance(value, float) or math.isfinite(value)):
+    if type(value) in (hint, int) and (not isinstance(value, float) or math.isfinite(value)):
         for rule, (words, holds) in _BOUNDS.items():
             bound = getattr(bounds, rule)
             if bound is not None and not holds(value, bound):
                 return f"{words} {bound:g}" if isinstance(bound, float) else f"{words} {bound}"
-    return _WORDS.get(kind)
+    return _WORDS.get(hint)
 
 
-def mapping_of(keys: Iterable[object], kind: Any) -> Any:
-    """Return the type of a mapping from exactly these keys to a `kind`."""
+def mapping_of(keys: Iterable[object], values: Any) -> Any:
+    """Return the type of a mapping with exactly these keys and the type of its values."""
     keys = tuple(keys)
-    return Annotated[dict[Literal[keys], kind], Meta(min_length=len(keys))]  # type: ignore
+    return Annotated[dict[Literal[keys], values], Meta(min_length=len(keys))]  # type: ignore
 
 
 def check_keys(values: Iterable[object], known: Iterable[object], where: str) -> None:
@@ -137,11 +137,11 @@ def check_fields(options: Any) -> None:
 
     Fields of other types, such as sequences, are left to the caller. Raises `UserError`.
     """
-    for name, kind in _field_types(type(options)).items():  # type: ignore[arg-type]
-        if all(map(_is_class, _members(kind))):
-            _check(name, getattr(options, name), _members(kind))
+    for name, hint in _field_types(type(options)).items():  # type: ignore[arg-type]
+        if all(map(_is_class, _members(hint))):
+            _check(name, getattr(options, name), _members(hint))
         else:
-            validate(kind, getattr(options, name), name)
+            validate(hint, getattr(options, name), name)
 
 
 @functools.cache
@@ -149,8 +149,8 @@ def _field_types(cls: type) -> dict[str, Any]:
     """Return the types that `check_fields` checks, by field."""
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)
-            if all(_is_class(kind) or get_origin(kind) is Annotated
-                   for kind in _members(hints[field.name]))}
+            if all(_is_class(hint) or get_origin(hint) is Annotated
+                   for hint in _members(hints[field.name]))}
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
@@ -180,9 +180,8 @@ def check_arguments(function: Callable[_Options, _Result]) -> Callable[_Options,
                                 + did_you_mean(name, names[1:], f"see help({owner})"))
         values: dict[str, object] = {**dict(zip(names, args, strict=False)), **options}
         for name, hint in get_type_hints(function).items():
-            kinds = _members(hint)
-            if name in values and all(map(_is_class, kinds)):
-                _check(name, values[name], kinds)
+            if name in values and all(map(_is_class, _members(hint))):
+                _check(name, values[name], _members(hint))
         return function(*args, **options)
 
     return checked
@@ -192,25 +191,25 @@ def _is_class(hint: Any) -> bool:
     return isinstance(hint, type) and get_origin(hint) is None and hint is not Any
 
 
-def _check(name: str, value: object, kinds: tuple[type, ...]) -> None:
-    if value is None and NoneType in kinds:
+def _check(name: str, value: object, types: tuple[type, ...]) -> None:
+    if value is None and NoneType in types:
         return
-    kinds = tuple(kind for kind in kinds if kind is not NoneType)
-    if len(kinds) == 1 and kinds[0] in (bool, int, float, str):
-        validate(kinds[0], value, name)
-    elif not isinstance(value, kinds):
+    types = tuple(expected for expected in types if expected is not NoneType)
+    if len(types) == 1 and types[0] in (bool, int, float, str):
+        validate(types[0], value, name)
+    elif not isinstance(value, types):
         advice = ""
-        if isinstance(value, Mapping) and len(kinds) == 1:
+        if isinstance(value, Mapping) and len(types) == 1:
             fields = ", ".join(f"{key}={field_value!r}" for key, field_value in value.items())
-            advice = f": write {kinds[0].__name__}({fields})"
-        raise UserError(f"{name} must be {' or '.join(map(_words, kinds))}, got {short_repr(value)}"
+            advice = f": write {types[0].__name__}({fields})"
+        raise UserError(f"{name} must be {' or '.join(map(_words, types))}, got {short_repr(value)}"
                         f"{advice}")
     elif isinstance(value, str):
         check_text(name, value)
 
 
-def _words(kind: Any) -> str:
-    if kind in (str, os.PathLike):
-        return {str: "text"}.get(kind, "a path")
+def _words(expected: type) -> str:
+    if expected in (str, os.PathLike):
+        return "text" if expected is str else "a path"
     # a Policy, an H2OConfig
-    return f"{'an' if kind.__name__[0] in 'AEHIOi' else 'a'} {kind.__name__}"
+    return f"{'an' if expected.__name__[0] in 'AEHIOi' else 'a'} {expected.__name__}"

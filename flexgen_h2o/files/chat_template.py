@@ -106,7 +106,7 @@ class ChatRenderer:
         names the number of the conversation.
         """
         if arguments is not None:
-            check_arguments("arguments of a chat template", arguments)
+            check_template_arguments("arguments of a chat template", arguments)
         prompts = []
         for number, messages in enumerate(conversations):
             if (not isinstance(messages, Sequence) or not messages
@@ -157,7 +157,7 @@ class ChatRenderer:
             raise
 
 
-def check_arguments(name: str, arguments: object) -> None:
+def check_template_arguments(name: str, arguments: object) -> None:
     """Raise `UserError`, which begins with `name`, unless `arguments` suit a template."""
     if not isinstance(arguments, Mapping):
         raise UserError(f"{name} must be a mapping of names to values, got {short_repr(arguments)}")

@@ -9,7 +9,7 @@ To add a policy, write its `score` and register it under a name:
     register_policy("sqrt-mean", sqrt_mean)
     LLM(model, h2o=H2OConfig(heavy_ratio=0.1, score="sqrt-mean"))
 
-A built-in policy is an entry of `_BUILT_IN`, and its name is in `config.h2o.BUILT_IN`. The kernels
+A built-in policy is an entry of `_BUILT_IN`, and its name is in `config.h2o.SCORES`. The kernels
 implement ``sum`` (arXiv 2306.14048), ``mean`` and ``decay``. ``caote`` (arXiv 2504.14051) and
 registered policies run through the reference operations in plain PyTorch (`kernels.ops`).
 """

@@ -20,7 +20,7 @@ from flexgen_h2o.config.sampling import SamplingParams, mix_seed
 from flexgen_h2o.config.structured_outputs import StructuredOutputs
 from flexgen_h2o.config.validation import check_keys
 from flexgen_h2o.errors import UserError, check_text, short_repr
-from flexgen_h2o.files.chat_template import check_arguments
+from flexgen_h2o.files.chat_template import check_template_arguments
 from flexgen_h2o.requests.fields import (
     CHAT,
     COMPLETIONS,
@@ -171,7 +171,7 @@ def _template_arguments(body: Mapping[str, Any], defaults: Defaults) -> dict[str
     for source in (defaults.fields, body):
         arguments = source.get("chat_template_kwargs", {})
         with refuse_field("chat_template_kwargs"):
-            check_arguments("chat_template_kwargs", arguments)
+            check_template_arguments("chat_template_kwargs", arguments)
         fields |= arguments | {name: source[name] for name in _TEMPLATE_FIELDS if name in source}
     if fields.get("continue_final_message") and fields.get("add_generation_prompt", True):
         raise BadRequest("continue_final_message goes with \"add_generation_prompt\": false",

@@ -11,7 +11,7 @@ from helpers.internals import render_with
 from helpers.tiny_tokenizers import with_words
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from flexgen_h2o.files.chat_template import ChatRenderer, check_arguments
+from flexgen_h2o.files.chat_template import ChatRenderer, check_template_arguments
 
 pytestmark = pytest.mark.usefixtures("chat_process")
 MESSAGES = [{"role": "system", "content": "Be brief.\n\u2028"},
@@ -100,8 +100,9 @@ def test_arguments_unseen_by_templates_are_refused(tokenizer):
     taken, seen = (inspect.signature(call).parameters for call in (
         tokenizer.apply_chat_template, render_jinja_template))
     for name in taken.keys() - seen.keys() - {"kwargs"} | {"chat_template", "messages"}:
-        refused(lambda name=name: check_arguments("x", {name: 1}), f"x cannot have '{name}'")
-    check_arguments("x", {"tools": [], "documents": [], "enable_thinking": False})
+        refused(lambda name=name: check_template_arguments("x", {name: 1}),
+                f"x cannot have '{name}'")
+    check_template_arguments("x", {"tools": [], "documents": [], "enable_thinking": False})
 
 
 def test_sandboxed_process_may_not_touch_the_system():
