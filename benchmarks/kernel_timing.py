@@ -317,7 +317,7 @@ def recall(rows: TimedRows, quick: bool) -> None:
         steps = [step_of(slots) for slots in copies(block, quick)]
         programs = itertools.cycle([
             {FULL: captured_full(step)} | {name: captured_recall(step, share=share, bits=bits)[0]
-                                        for name, (share, bits) in CONTESTANTS.items()}
+                                           for name, (share, bits) in CONTESTANTS.items()}
             for step in steps])
         # They share one iterator over the steps, so that no input is in a cache.
         inputs = {name: map(lambda each, name=name: {"self": each[name]}, programs)

@@ -20,6 +20,7 @@ from flexgen_h2o.models.registry import from_transformers
 if TYPE_CHECKING:
     import torch
 
+
 class StepClock:
     """Stopping criterion that never stops and records the time after each token.
 

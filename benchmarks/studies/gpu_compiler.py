@@ -179,8 +179,8 @@ def launches(card: Card, variants: Iterable[Variant]) -> list[KernelLaunch]:
             if not (param.is_constexpr or param.do_not_specialize)))
         if key not in by_key:
             by_key[key] = KernelLaunch(function.fn.__name__, variant, constants,
-                                functools.partial(_fresh, run, function, args, options),
-                                _digest(function))
+                                       functools.partial(_fresh, run, function, args, options),
+                                       _digest(function))
 
     with _caught(card.gpu.architecture, take), assume_gpu(card.gpu):
         for variant in variants:  # noqa: B007 (take reads it)

@@ -191,7 +191,7 @@ def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *
     slot_of, token_of, weights = (torch.empty(4, count, dtype=torch.int32)
                                   for count in (length, length // 40 * 16, length))
     _, moves, counts = triton_hot_set.claim_slots(selected, slot_of=slot_of, token_of=token_of,
-                                                 log_weights=weights)
+                                                  log_weights=weights)
     triton_hot_set.copy_tokens(slots, slots, moves, counts)
 
 

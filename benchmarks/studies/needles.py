@@ -200,7 +200,7 @@ class NeedleRows:
                                              question)
         else:
             scores, nbytes = answers(self.tasks, self.folder, config_of(cache, percent),
-                                             question)
+                                     question)
         seconds = time.perf_counter() - began
         solved = [score.greedy for score in scores]
         full = solved if cache == FULL else self._of_full()

@@ -104,9 +104,9 @@ def measure_all(options: QualityOptions, texts: Sequence[str]) -> list[dict[str,
     with terminal.ProgressBar(total=2 * len(todo), unit="part", disable=None) as bar:
         open_llm = _opener(options, bar.set_description)
         rows = quality_study.compare(todo, open_llm, lambda llm: _pairs(llm, texts, options),
-                                gen_len=options.run.gen_len, on_part=bar.update)
+                                     gen_len=options.run.gen_len, on_part=bar.update)
         return measurements.collected(options.csv, quality_study.COLUMNS,
-                                  ({**origin(), **row} for row in rows))
+                                      ({**origin(), **row} for row in rows))
 
 
 def _opener(options: QualityOptions, show: Callable[[str], None]) -> Callable[[Configuration],

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
 
 _SAME_NAMES = ("model", "path", "activation_bits", "key_bits", "value_bits", "attn_sparsity",
-          "calibration", "verify", "device", "dtype", "offload_dir", "seed", "memory_limit",
-          "device_memory_limit", "batch_invariant")
+               "calibration", "verify", "device", "dtype", "offload_dir", "seed", "memory_limit",
+               "device_memory_limit", "batch_invariant")
 
 
 def llm_arguments(config: RunConfig, **overrides: Any) -> dict[str, Any]:

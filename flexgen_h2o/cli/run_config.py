@@ -341,7 +341,7 @@ class RunConfig(RunFlags):
         Synthetic prompts never stop at EOS, as in FlexGen's benchmark.
         """
         return self._build(SamplingParams, max_new_tokens=self.gen_len,
-                          eos_token_id=-1 if self.ignore_eos or self.synthetic else None)
+                           eos_token_id=-1 if self.ignore_eos or self.synthetic else None)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:

@@ -228,7 +228,7 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 
 
 def expand_params(call_params: SamplingParams | Sequence[SamplingParams] | None,
-                   keywords: Mapping[str, Any], count: int) -> list[SamplingParams]:
+                  keywords: Mapping[str, Any], count: int) -> list[SamplingParams]:
     """Return the sampling parameters of each of `count` prompts, with its seed.
 
     One set for all prompts, also as keywords, gives each prompt its own seed. A sequence has

@@ -302,6 +302,6 @@ def entries() -> list[Entry]:
                 mark = path / _USED
                 used = (mark if mark.exists() else path).stat().st_mtime
                 listed.append(Entry(path, kind, about["model"], about["form"],
-                                   tuple(dict.fromkeys(sources)),
-                                   sum(512 * file.lstat().st_blocks for file in inside), used))
+                                    tuple(dict.fromkeys(sources)),
+                                    sum(512 * file.lstat().st_blocks for file in inside), used))
     return sorted(listed, key=lambda entry: -entry.used)

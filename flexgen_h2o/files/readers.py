@@ -136,7 +136,7 @@ def read_lines(flag: str, path: str, *, if_empty: str) -> list[tuple[int, str]]:
 
 
 def read_json_texts(flag: str, path: str, key: str, *, if_empty: str,
-               clean: Callable[[str], str] = str) -> list[str]:
+                    clean: Callable[[str], str] = str) -> list[str]:
     """Return the text under `key` of each line of a .jsonl file, passed through `clean`.
 
     Raises `UserError`, also if a line is not JSON or its text is empty.

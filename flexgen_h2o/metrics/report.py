@@ -214,7 +214,7 @@ def _phase(name: str, spans: Spans, busy: dict[str, list[Interval]]) -> PhaseTim
         others = union(i for other, track_intervals in in_phase.items() if other != track
                        for i in track_intervals)
         times[track] = TrackTime(seconds(intervals), seconds(difference(intervals, others)),
-                               moved[track])
+                                 moved[track])
     any_busy = union(i for track_intervals in in_phase.values() for i in track_intervals)
     return PhaseTime(name, seconds(windows), seconds(difference(windows, any_busy)),
                      {track: time for track, time in times.items() if time.busy})

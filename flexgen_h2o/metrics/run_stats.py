@@ -9,7 +9,7 @@ from flexgen_h2o.config.layers import ExpertChoices, sum_choices
 from flexgen_h2o.errors import UserError
 
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",
-          "latency_p50_seconds", "latency_p95_seconds")
+         "latency_p50_seconds", "latency_p95_seconds")
 DRAFTS = ("draft_tokens", "accepted_tokens")
 RECALLS = ("recall_hits", "recall_loads", "recall_prefetches", "recall_wait_seconds")
 EXPERTS = ("expert_touches", "expert_hits", "expert_loads", "expert_prefetches",

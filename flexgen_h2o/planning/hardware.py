@@ -252,7 +252,7 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
     """
     file = validate(_Machine, _with_current_names(read_yaml("hardware file", path)), str(path))
     validate(mapping_of(LINKS if file.gpu_gb else HOST_LINKS, _Rate), file.links_gb_per_s,
-              f"{path}: links_gb_per_s")
+             f"{path}: links_gb_per_s")
     host = file.host_attention
     return Hardware(
         name=file.name,

@@ -325,7 +325,7 @@ class PlannedRun:
         if self.model.experts is None:
             return 0
         largest = bytes_at_rest(self.weights.with_largest_layouts, self.model.expert_shapes(),
-                             self.itemsize)
+                                self.itemsize)
         return largest + 6 * mmap.PAGESIZE
 
     @property

@@ -40,7 +40,7 @@ CHAT = _COMMON | {
 }
 """Types of the supported fields of /v1/chat/completions; None: checked elsewhere."""
 COMPLETIONS = _COMMON | {"prompt": None, "logprobs": Annotated[int, Meta(ge=0, le=20)],
-                       "echo": bool}
+                         "echo": bool}
 """Types of the supported fields of /v1/completions."""
 URLS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 """Supported endpoints and their fields."""

@@ -38,7 +38,7 @@ _ENVELOPE = ("custom_id", "method", "url", "body")
 _ROLES = ("system", "developer", "user", "assistant")
 _MESSAGE_FIELDS = ("role", "content", "name", "reasoning", "reasoning_content")
 _TEMPLATE_FIELDS = ("reasoning_effort", "documents", "add_generation_prompt",
-                 "continue_final_message")
+                    "continue_final_message")
 """Fields of a chat that are passed to the chat template."""
 _MIN_TEMPERATURE = 1e-30
 """A lower temperature counts as 0, because logits divided by it overflow float32."""

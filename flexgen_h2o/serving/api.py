@@ -85,7 +85,7 @@ class Api:
         guard = Middleware(Guard, key=key, host=host, origins=origins, max_file=self._max_file)
         return Starlette(routes=routes, middleware=[*cors, guard], exception_handlers={
             error: _handle for error in (ApiError, BadRequest, StoreError, Unavailable, Stopped,
-                                       ClientDisconnect, HTTPException, Exception)})
+                                         ClientDisconnect, HTTPException, Exception)})
 
     # Files.
 

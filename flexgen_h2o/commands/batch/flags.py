@@ -25,7 +25,7 @@ from flexgen_h2o.files.readers import read_text
 from flexgen_h2o.metrics.figures import check_plot
 
 _NOT_IN_DRY_RUN = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv",
-             "ray", "ray_address", "replicas", "data_parallel")
+                   "ray", "ray_address", "replicas", "data_parallel")
 """Flags without effect on a dry run."""
 RESUME_SETTINGS = ("model", "path", "dtype", "weight_bits", "activation_bits", "calibration",
                    "batch_invariant", "cache_bits", "attn_sparsity", "h2o", "gen_len",

@@ -64,7 +64,7 @@ class JobProgress:
         self.prompt_tokens = self.generated_tokens = self._device_bytes = 0
         self.samples: list[JobSample] = []
         self._bar = ProgressBar(total=total, initial=answered, unit="request",
-                         disable=None if shown else True)
+                                disable=None if shown else True)
         self._process = psutil.Process()
         self._update("running")
 
@@ -123,7 +123,7 @@ class JobProgress:
     def _update(self, state: str) -> None:
         """Take a sample, and rewrite the file."""
         sample = JobSample(self.seconds, self.generated_tokens, self._process.memory_info().rss,
-                        self._device_bytes)
+                           self._device_bytes)
         self.samples.append(sample)
         if len(self.samples) > _MAX_SAMPLES:
             self.samples = self.samples[::2]

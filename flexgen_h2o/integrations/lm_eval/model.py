@@ -71,7 +71,7 @@ class FlexGenLM(TemplateLM):
                             additional_config: Mapping[str, object] | None = None) -> FlexGenLM:
         """Make the model from ``--model_args`` and the harness's flags of batches and device."""
         config = {name: value for name, value in (additional_config or {}).items()
-                if value is not None and value != _HARNESS_DEFAULTS.get(name)}
+                  if value is not None and value != _HARNESS_DEFAULTS.get(name)}
         twice = sorted(config.keys() & arg_dict.keys())
         if twice:
             raise UserError(f"give --{twice[0]} or {twice[0]} in model_args, not both")

@@ -166,7 +166,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         window = None
     sinks = options.get("s_aux")
     variant = AttentionVariant(None if scaling in (None, default_scaling) else scaling,
-                         options.get("softcap") or 0.0, window, sinks is not None)
+                               options.get("softcap") or 0.0, window, sinks is not None)
     return layer.attend(query, key, value, mask=attention_mask,
                         positions=options.get("position_ids"),
                         attention=LayerAttention(variant, sinks)), None
