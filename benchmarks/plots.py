@@ -126,8 +126,8 @@ def _panel(axes, values: Sequence[tuple[str, float]], form: str) -> None:
 
 
 BY_BUDGET = ("date", "commit", "host", "model", "dtype", "articles", "prompt_tokens_mean", "policy",
-          "variant", "budget_percent", "cache_bits", "cached_tokens_mean",
-          "kv_cache_bytes_per_sequence", "perplexity_over_full")
+             "variant", "budget_percent", "cache_bits", "cached_tokens_mean",
+             "kv_cache_bytes_per_sequence", "perplexity_over_full")
 """Columns of the files of `quality`."""
 FULL = "full", ""
 MODES = {

@@ -33,14 +33,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-import psutil
+from disturbances import clock_jumps, full_disk, kills, pressure, slow_disk, small_disk
 
 from flexgen_h2o.files.rows import append_row
 from flexgen_h2o.metrics.provenance import cpu_model, origin
@@ -52,9 +52,6 @@ SERVER = ["--percent", "0", "60", "50", "0", "--gpu-batch-size", "4", "--max-mod
 KINDS = {"full": [], "h2o": ["--hh-ratio", "0.2"]}
 """Flags of each kind of batch job. The server generates the texts of the first kind."""
 ON_DISK = ["--percent", "0", "30", "0", "0", "--gpu-batch-size", "3", "--num-gpu-batches", "2"]
-DISK_BYTES = 400 << 20
-SLOW_DISK = (1 << 20, 4 << 20, 16 << 20)
-"""Bytes a second that a slow disk reads, and writes."""
 MOST_GROWTH = 1.0
 """MB an hour by which the server's memory may grow. A trial of minutes says nothing about it."""
 MOST_DESCRIPTORS = 8
@@ -62,15 +59,6 @@ MOST_DESCRIPTORS = 8
 opened when they are first used."""
 SHORTEST_TREND = 900.0  # seconds that the growth is computed from
 FULL_DISK = ("No space left", "is full", "has only", "free some", "does not fit. disk space")
-HOG = """
-import random, sys, time
-draw = random.Random(int(sys.argv[2]))
-while True:
-    taken = b"\\1" * draw.randrange(1, int(sys.argv[1]))
-    time.sleep(draw.random() * 20)
-    del taken
-    time.sleep(draw.random() * 10)
-"""
 
 
 def requests() -> list[dict[str, Any]]:
@@ -268,38 +256,40 @@ class Soak:
                 lines = [line for line in self.requests if line["url"] == url]
                 lines = draw.sample(lines, draw.randrange(1, len(lines)))
                 content = write_lines(self.folder / "upload.jsonl", lines).read_bytes()
-                file = self._patiently(lambda content=content: client.post(
-                    "/files", data={"purpose": "batch"}, files={"file": content}))
-                batch = self._patiently(lambda url=url, file=file: client.post("/batches", json={
-                    "input_file_id": file["id"], "endpoint": url, "completion_window": "99d"}))
+                file = self._request(client, "POST", "/files", data={"purpose": "batch"},
+                                     files={"file": content}).json()
+                batch = self._request(client, "POST", "/batches", json={
+                    "input_file_id": file["id"], "endpoint": url, "completion_window": "99d"}
+                    ).json()
                 while batch["status"] not in ("completed", "failed", "expired", "cancelled"):
                     time.sleep(0.5)
-                    batch = self._patiently(lambda id=batch["id"]: client.get(f"/batches/{id}"))
+                    batch = self._request(client, "GET", f"/batches/{batch['id']}").json()
                 if batch["status"] != "completed" or batch["error_file_id"]:
                     self.wrong.append(f"a batch of {len(lines)} requests: {batch}")
                     continue
                 output = self.folder / "download.jsonl"
-                output.write_bytes(self._patiently(lambda id=batch["output_file_id"]: client.get(
-                    f"/files/{id}/content"), raw=True))
+                output.write_bytes(self._request(
+                    client, "GET", f"/files/{batch['output_file_id']}/content").content)
                 texts = texts_of(output)
                 assert texts.keys() == {line["custom_id"] for line in lines}, "lines are missing"
                 self.count("batches")
                 self.check("batch", texts)
                 for id in (file["id"], batch["output_file_id"]):
-                    self._patiently(lambda id=id: client.delete(f"/files/{id}"), gone=True)
+                    self._request(client, "DELETE", f"/files/{id}")
 
-    def _patiently(self, send: Callable[[], httpx.Response], *, raw: bool = False,
-                   gone: bool = False) -> Any:
-        """Send a request until it is answered."""
+    def _request(self, client: httpx.Client, method: str, url: str, **options: Any
+                 ) -> httpx.Response:
+        """Send a request until it is answered; a deleted file may be gone."""
         until = time.monotonic() + 1200
         while time.monotonic() < until:
             try:
-                answer = send()
+                answer = client.request(method, url, **options)
             except httpx.TransportError:
                 self.count("connections_lost")
             else:
-                if answer.status_code == 200 or gone and answer.status_code == 404:
-                    return answer.content if raw else answer.json()
+                gone = method == "DELETE" and answer.status_code == 404
+                if answer.status_code == 200 or gone:
+                    return answer
                 self._note_status(answer, (503, 507))
             time.sleep(1)
         raise AssertionError("a request was not answered within 20 minutes")
@@ -342,59 +332,6 @@ class Soak:
                 self.count("jobs")
                 self.check(f"job, {kind}", texts, kind)
 
-    # Trouble.
-
-    def kills(self, draw: random.Random) -> None:
-        """Kill or end the server, and start it again, until half of the time is over."""
-        while not self.stop.wait(draw.uniform(0.5, 1.5) * max(20.0, self.seconds / 40)):
-            if time.monotonic() - self.began > self.seconds / 2:
-                return
-            self.server.end(draw.choice((signal.SIGKILL, signal.SIGTERM)))
-            self.count("server_kills")
-            self.server.start()
-
-    def pressure(self, draw: random.Random) -> None:
-        """Let a neighbour take memory and free it."""
-        most = min(4 << 30, psutil.virtual_memory().available // 4)
-        hog = subprocess.Popen([sys.executable, "-c", HOG, str(most), str(draw.random())[2:9]])
-        try:
-            while not self.stop.wait(1):
-                if hog.poll() is not None:
-                    self.wrong.append(f"the neighbour ended with status {hog.returncode}")
-                    return
-        finally:
-            hog.kill()
-            hog.wait()
-
-    def full_disk(self, draw: random.Random) -> None:
-        """Fill the small disk for some seconds, again and again."""
-        if self.fills is None:
-            return
-        filler = self.fills / "filler"
-        while not self.stop.wait(draw.uniform(20, 60)):
-            left = draw.choice((0, 0, 1 << 16, 8 << 20))
-            with open(filler, "wb") as file, suppress(OSError):
-                os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(self.fills).free - left)
-            self.count("disk_fills")
-            self.stop.wait(draw.uniform(2, 15))
-            filler.unlink()
-
-    def slow_disk(self, draw: random.Random) -> None:
-        """Bound the rate of the small disk for some seconds, again and again."""
-        while self.fills is not None and not self.stop.wait(draw.uniform(30, 90)):
-            if bound_rate(self.fills, draw.choice(SLOW_DISK)):
-                self.count("disk_slowdowns")
-                self.stop.wait(draw.uniform(5, 30))
-                bound_rate(self.fills, None)
-
-    def clock_jumps(self, draw: random.Random) -> None:
-        """Let the wall clock of all processes jump."""
-        while self.clock.exists() and not self.stop.wait(draw.uniform(10, 60)):
-            temporary = self.clock.with_suffix(".new")
-            temporary.write_text(f"{draw.randrange(-36000, 36000):+d}")
-            temporary.replace(self.clock)
-            self.count("clock_jumps")
-
     def watch(self, draw: random.Random) -> None:
         """Sample the server's memory and descriptors."""
         while not self.stop.wait(2):
@@ -410,11 +347,10 @@ class Soak:
         """Run all threads for the time, then let the load end."""
         self.server.start()
         self.began = time.monotonic()
-        load = [self.live, self.live, self.batches, self.jobs]
-        trouble = [self.kills, self.pressure, self.full_disk, self.slow_disk, self.clock_jumps,
-                   self.watch]
+        works = [Soak.live, Soak.live, Soak.batches, Soak.jobs, kills, pressure, full_disk,
+                 slow_disk, clock_jumps, Soak.watch]
         threads = [threading.Thread(target=self._guarded, args=(work, number), daemon=True)
-                   for number, work in enumerate(load + trouble)]
+                   for number, work in enumerate(works)]
         for thread in threads:
             thread.start()
         while time.monotonic() - self.began < self.seconds and not self.wrong:
@@ -425,9 +361,9 @@ class Soak:
             if thread.is_alive():
                 self.wrong.append(f"{thread.name} did not end")
 
-    def _guarded(self, work: Callable[[random.Random], None], number: int) -> None:
+    def _guarded(self, work: Callable[[Soak, random.Random], None], number: int) -> None:
         try:
-            work(random.Random(number))
+            work(self, random.Random(number))
         except Exception as error:
             self.wrong.append(f"{work.__name__}: {type(error).__name__}: {error}")
 
@@ -457,48 +393,6 @@ class Soak:
         hours = (rows[:, 0] - rows[0, 0]) / 3600
         slope = np.polyfit(hours, rows[:, 1], 1)[0] if len(rows) > 2 else float("nan")
         return float(slope), float(hours[-1]), float(rows[:, 1].max())
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[Path | None]:
-    """Mount a file system of `DISK_BYTES` in a file; None without the right to."""
-    folder.mkdir()
-    image = folder.with_suffix(".img")
-    with open(image, "wb") as file:
-        file.truncate(DISK_BYTES)
-    commands = (["mkfs.ext4", "-q", "-m", "0", str(image)],
-                ["mount", "-o", "loop", str(image), str(folder)])
-    if os.geteuid() or any(subprocess.run(command, capture_output=True).returncode
-                           for command in commands):
-        yield None
-        return
-    try:
-        yield folder
-    finally:
-        bound_rate(folder, None)
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def bound_rate(disk: Path, rate: int | None) -> bool:
-    """Bound the bytes a second of a mounted disk; None lifts the bound.
-
-    Return False if this user or this kernel cannot.
-    """
-    number = os.stat(disk).st_dev
-    device = f"{os.major(number)}:{os.minor(number)}"
-    if (blkio := Path("/sys/fs/cgroup/blkio")).exists():  # cgroup version 1
-        lines = {blkio / f"blkio.throttle.{way}_bps_device": f"{device} {rate or 0}"
-                 for way in ("read", "write")}
-    else:
-        group = Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
-        limit = rate or "max"
-        lines = {Path("/sys/fs/cgroup", group, "io.max"): f"{device} rbps={limit} wbps={limit}"}
-    try:
-        for path, line in lines.items():
-            path.write_text(line)
-    except OSError:
-        return False
-    return True
 
 
 COUNTS = ("live_answers", "streams_left", "streams_given_up", "batches", "jobs", "texts_compared",

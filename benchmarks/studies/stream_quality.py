@@ -196,7 +196,7 @@ def _rows(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object
                 if tokens is None:
                     tokens = _tokens(llm, text, options)
                 yield from measure(llm, streamed, tokens, piece=options.piece,
-                                            on_segment=bar.update)
+                                   on_segment=bar.update)
 
 
 def _tokens(llm, text: str, options: StreamQualityOptions) -> list[int]:
