@@ -26,7 +26,7 @@ from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.terminal import print_stdout
-from flexgen_h2o.requests.tokenizing import BoundedEncoder, RequestTokenizer
+from flexgen_h2o.requests.tokenizing import RequestTokenizer
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
@@ -154,8 +154,7 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
         sentences, hardware = plan_sentences(plan, limits), _hardware(options.run, llm)
         if isinstance(hardware, str):
             sentences.append(f"Roofline: {hardware}.")
-        encoder = BoundedEncoder(llm, max_len)
-        with RequestTokenizer(encoder, defaults, options.template) as tokenizer:
+        with RequestTokenizer(llm, defaults, options.template, max_model_len=max_len) as tokenizer:
             roofline = None if isinstance(hardware, str) else DecodeRoofline(hardware, plan.run)
             scheduler = Scheduler(
                 llm, store, tokenizer, Metrics(options.name, roofline), max_model_len=max_len,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -44,42 +45,6 @@ class Encoder(Protocol):
     @property
     def vocab_size(self) -> int:
         """Upper bound of token ids."""
-
-
-class BoundedEncoder:
-    """An encoder that refuses prompts longer, with their new tokens, than `max_len` tokens."""
-
-    def __init__(self, encoder: Encoder, max_len: int):
-        self._encoder, self._max_len = encoder, max_len
-
-    @property
-    def tokenizer(self) -> Any:
-        """See `Encoder`."""
-        return self._encoder.tokenizer
-
-    @property
-    def chat_end_tokens(self) -> tuple[int, ...]:
-        """See `Encoder`."""
-        return self._encoder.chat_end_tokens
-
-    @property
-    def vocab_size(self) -> int:
-        """See `Encoder`."""
-        return self._encoder.vocab_size
-
-    def encode(self, prompt: str | Sequence[int], *, name: int | str, new_tokens: int,
-               add_special_tokens: bool) -> list[int]:
-        """Return token ids. Raises `UserError` for a prompt that is too long."""
-        tokens = self._encoder.encode(prompt, name=name, new_tokens=new_tokens,
-                                      add_special_tokens=add_special_tokens)
-        if len(tokens) + new_tokens > self._max_len:
-            raise UserError(f"prompt {name} of {len(tokens)} tokens and {new_tokens} new ones "
-                            f"exceed the server's --max-model-len {self._max_len}")
-        return tokens
-
-    def clamp_new_tokens(self, tokens: int, max_tokens: int) -> int:
-        """Return how many new tokens fit after a prompt."""
-        return min(self._encoder.clamp_new_tokens(tokens, max_tokens), self._max_len - tokens)
 
 
 @dataclass
@@ -129,11 +94,14 @@ class FailedRequest:
 class RequestTokenizer:
     """Reads and tokenizes requests, from several threads one by one; a context manager.
 
-    `template`: chat template that replaces the tokenizer's.
+    `template`: chat template that replaces the tokenizer's. `max_model_len`: maximum number of
+    tokens of a prompt and its continuation, if fewer than the model's positions.
     """
 
-    def __init__(self, encoder: Encoder, defaults: Defaults, template: str | None = None):
+    def __init__(self, encoder: Encoder, defaults: Defaults, template: str | None = None, *,
+                 max_model_len: int = sys.maxsize):
         self._encoder, self._defaults, self._template = encoder, defaults, template
+        self._max_len = max_model_len
         self._renderer: ChatRenderer | None = None
         self._lock = threading.Lock()  # fast tokenizers refuse a second thread
 
@@ -208,14 +176,20 @@ class RequestTokenizer:
             if request.chat:
                 texts = [self._chat_renderer().render(request.messages,
                                                       request.template_arguments)]
-            prompts = [encoder.encode(text, name=name,
-                                      add_special_tokens=request.add_special_tokens,
-                                      new_tokens=1 if request.clamp_new_tokens else limit)
+            new = 1 if request.clamp_new_tokens else limit
+            prompts = [encoder.encode(text, name=name, new_tokens=new,
+                                      add_special_tokens=request.add_special_tokens)
                        for text in texts]
+            for prompt in prompts:
+                if len(prompt) + new > self._max_len:
+                    raise UserError(f"prompt {name} of {len(prompt)} tokens and {new} new ones "
+                                    f"exceed the server's --max-model-len {self._max_len}")
         except UserError as error:
             raise BadRequest(str(error), param="messages" if request.chat else "prompt") from None
-        limits = [encoder.clamp_new_tokens(len(prompt), limit)
-                  if request.clamp_new_tokens else limit for prompt in prompts]
+        limits = [limit] * len(prompts)
+        if request.clamp_new_tokens:
+            limits = [encoder.clamp_new_tokens(len(prompt), min(limit, self._max_len - len(prompt)))
+                      for prompt in prompts]
         if (params.min_new_tokens or 0) > min(limits):
             raise BadRequest(f"min_tokens {params.min_new_tokens} is more than the {min(limits)} "
                              "new tokens for which the model has positions", param="min_tokens")
