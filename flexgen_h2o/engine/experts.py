@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.kernels.cpu.experts import ExpertTable, experts, max_expert_rows
 from flexgen_h2o.kernels.matrix import ShardedMatrix
 from flexgen_h2o.models import family
-from flexgen_h2o.models.decoder import norm
+from flexgen_h2o.models.decoder import row_blocks
 from flexgen_h2o.models.layers import Operations, activation
 from flexgen_h2o.models.mixture import MixtureDecoder
 from flexgen_h2o.models.model_config import ModelConfig
@@ -36,7 +35,7 @@ PREFETCH_ROWS = 64
 """Prefetch experts only for blocks of at most this many rows: more rows choose nearly all."""
 
 ROUTING = frozenset({"router_norm", "router_norm_bias", "router", "router_bias",
-                     "router_correction"})
+                     "router_correction", "router_scale", "router_expert_scale"})
 """Local names of the weights that route rows to experts."""
 
 
@@ -310,17 +309,10 @@ class ExpertLayers:
             self._compute()
             self._computed = True
         first, _ = self._rows(batch, forward_pass)
-        end, config, operations = first + len(x), self._config, self._operations
-        vectors: Any = w  # norms are Tensors
-        for start in range(first, end, ROW_BLOCK):
-            rows = slice(start, min(start + ROW_BLOCK, end))
-            out = self._sums[rows]
-            if config.experts.shared_ffn_size:
-                out += self._family.shared(config, w, self._inputs[rows], operations)
-            if "post2" in w:
-                normed = operations.get("normed", tuple(out.shape), x.dtype).copy_(out)
-                out = norm(config, vectors, "post2", normed, operations, out=normed)
-            x[rows.start - first : rows.stop - first].add_(out, alpha=config.residual_scale)
+        inputs, sums = (source[first : first + len(x)] for source in (self._inputs, self._sums))
+        for rows in row_blocks(len(x)):
+            self._family.add_experts(self._config, w, x[rows], inputs[rows], sums[rows],
+                                     self._operations)
 
     def _compute(self) -> None:
         """Sum the outputs of all chosen experts, in the order in which experts are ready."""

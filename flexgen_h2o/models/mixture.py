@@ -178,6 +178,26 @@ class MixtureDecoder(Decoder):
         """Return ``down(act(gate(x)) * up(x))`` of one expert; x [rows, hidden] is normed."""
         return _gated(cfg, [w[name] for name in MATRICES], x, ops)
 
+    def add_experts(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, inputs: Tensor,
+                    sums: Tensor, ops: Operations) -> None:
+        """Add the output of the experts, and of the shared expert if there is one, to x.
+
+        Parameters
+        ----------
+        w : mapping
+            The second half of a layer.
+        x, inputs : Tensor [rows, hidden]
+            Hidden states, and `out` of `route`; at most `ROW_BLOCK` rows.
+        sums : Tensor [rows, hidden]
+            The weighted sums of experts' outputs, in a wider dtype; overwritten.
+        """
+        if cfg.experts.shared_ffn_size:
+            sums += self.shared(cfg, w, inputs, ops)
+        if "post2" in w:
+            out = ops.get("normed", tuple(x.shape), x.dtype).copy_(sums)
+            sums = norm(cfg, w, "post2", out, ops, out=out)
+        x.add_(sums, alpha=cfg.residual_scale)
+
     def shared(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
                ops: Operations) -> Tensor:
         """Return the shared expert's output, times its gate's sigmoid if it has one.

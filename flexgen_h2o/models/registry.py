@@ -37,11 +37,11 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
     "granitemoe": "granitemoe", "granitemoeshared": "granitemoe", "qwen3_next": "qwen3_next",
     "qwen3_5_text": "qwen3_next", "qwen3_5_moe_text": "qwen3_next", "qwen2": "qwen",
     "qwen3": "qwen", "seed_oss": "qwen", "phi3": "phi3", "gemma2": "gemma", "gemma3_text": "gemma",
-    "gemma4_text": "gemma4", "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2",
-    "exaone4": "exaone4", "smollm3": "smollm3", "glm": "glm", "glm4": "glm", "cohere": "cohere",
-    "cohere2": "cohere", "apertus": "apertus", "ernie4_5": "ernie4_5", "stablelm": "stablelm",
-    "deepseek_v2": "deepseek", "deepseek_v3": "deepseek", "kimi_k2": "deepseek",
-    "glm4_moe_lite": "deepseek",
+    "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4", "granite": "granite",
+    "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4", "smollm3": "smollm3", "glm": "glm",
+    "glm4": "glm", "cohere": "cohere", "cohere2": "cohere", "apertus": "apertus",
+    "ernie4_5": "ernie4_5", "stablelm": "stablelm", "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek", "kimi_k2": "deepseek", "glm4_moe_lite": "deepseek",
 })
 """Modules of `families` by the model_type of config.json."""
 
@@ -50,6 +50,7 @@ _QWEN_VL = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
 MULTIMODAL: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType({
     "gemma3": ("gemma3_text", {}),
     "gemma4": ("gemma4_text", {}),
+    "gemma4_unified": ("gemma4_unified_text", {}),
     "mistral3": ("mistral", {}),
     "llava": ("llama", {}),
     "aya_vision": ("cohere2", {}),

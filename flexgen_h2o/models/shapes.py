@@ -245,6 +245,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "google/gemma-3-12b-pt": _gemma3(3840, 48, 16, 8, 15360),
     "google/gemma-3-27b-pt": _gemma3(5376, 62, 32, 16, 21504, head_dim=128,
                                      query_pre_attn_scalar=168),
+    "google/gemma-4-26B-A4B": _gemma4(
+        2816, 30, 16, 8, 2112, num_global_key_value_heads=2, enable_moe_block=True,
+        num_experts=128, top_k_experts=8, moe_intermediate_size=704),
     "google/gemma-4-31B": _gemma4(5376, 60, 32, 16, 21504, num_global_key_value_heads=4),
     "ibm-granite/granite-3.0-8b-base": _sizes(
         "granite", 4096, 40, 32, 8, 12800, vocab_size=49155, max_position_embeddings=4096,

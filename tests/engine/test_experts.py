@@ -124,7 +124,7 @@ def test_experts_are_quantized_and_the_router_is_not(tiny_model, tmp_path, bits)
 
 
 @pytest.mark.parametrize("key", ["mixtral", "gpt_oss", "glm4_moe", "minimax_m2", "phimoe",
-                                 "llama4", "afmoe"])
+                                 "llama4", "afmoe", "gemma4_moe"])
 def test_bfloat16_is_close_for_every_policy(tiny_model, tmp_path, key):
     """Sums in float32: the order in which experts arrive is less than a rounding."""
     folder, prompts = tiny_model(key).folder, make_prompts(97, [9, 4, 6])

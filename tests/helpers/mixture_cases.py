@@ -65,6 +65,12 @@ _LLAMA4 = {
     "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "rope_parameters": {
         "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 1.0, "original_max_position_embeddings": 64}}
+_GEMMA4 = {
+    "num_attention_heads": 6, "num_key_value_heads": 3, "num_global_key_value_heads": 2,
+    "head_dim": 6, "global_head_dim": 10, "attention_k_eq_v": True, "sliding_window": 7,
+    "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 7,
+    "top_k_experts": 3, "moe_intermediate_size": 13, "layer_types": [
+        "sliding_attention", "full_attention", "full_attention"]}
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.1, 1.3, 1.6],
               "long_factor": [2.0, 3.0, 4.0, 5.0], "short_mscale": 1.2, "long_mscale": 1.2,
               "original_max_position_embeddings": 128}
@@ -135,6 +141,7 @@ MIXTURES: dict[str, Callable[..., Any]] = {
     "afmoe": _of("Afmoe", _AFMOE),
     "afmoe_experts": _of("Afmoe", _AFMOE, num_dense_layers=0, mup_enabled=False,
                          attention_bias=True, global_attn_every_n_layers=2),
+    "gemma4_moe": _of("Gemma4Text", _GEMMA4),
     "llama4": _of("Llama4Text", _LLAMA4),
     "llama4_plain": _of(
         "Llama4Text", _LLAMA4, use_qk_norm=False, attention_bias=True, moe_layers=[0, 1, 2, 3],

@@ -49,7 +49,7 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_facto
              "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]}
 
 _GEMMA4 = {"num_hidden_layers": 4, "head_dim": 12, "global_head_dim": 20, "sliding_window": 6,
-           "hidden_size_per_layer_input": 0, "final_logit_softcapping": 4.0, "layer_types": [
+           "final_logit_softcapping": 4.0, "layer_types": [
                "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
            "rope_parameters": {
                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -84,10 +84,10 @@ TINY: dict[str, Callable[[], Any]] = {
     "gemma3": _of("Gemma3Text", head_dim=12, sliding_window=6, query_pre_attn_scalar=20,
                   layer_types=["sliding_attention", "full_attention",
                                "sliding_attention"]),
-    "gemma4": _of("Gemma4Text", _GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
-    "gemma4_values": _of("Gemma4Text", _GEMMA4, attention_bias=True,
-                         num_hidden_layers=3,
-                         layer_types=["full_attention", "sliding_attention", "full_attention"]),
+    "gemma4": _of("Gemma4Text", _GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+                  num_global_key_value_heads=1),
+    "gemma4_12b": _of("Gemma4UnifiedText", _GEMMA4, attention_bias=True, num_hidden_layers=3,
+                      layer_types=["full_attention", "sliding_attention", "full_attention"]),
     "qwen3_5": _of("Qwen3_5Text", num_hidden_layers=5, head_dim=24,
                    tie_word_embeddings=True, **HYBRID),
     "granite": _of("Granite", attention_multiplier=0.2, residual_multiplier=0.4,

@@ -85,7 +85,7 @@ def test_blocks_and_chunks_of_rows_change_nothing(tiny_model, key, monkeypatch):
 
 
 MIXTURES = ["mixtral", "qwen2_moe_dense", "gpt_oss", "glm4_moe", "minimax_m2", "phimoe",
-            "ernie4_5_moe", "llama4", "flex_olmo", "afmoe", "deepseek_v2",
+            "ernie4_5_moe", "llama4", "flex_olmo", "afmoe", "deepseek_v2", "gemma4_moe",
             *full("granitemoe", "granitemoeshared", "dots1", "solar_open")]
 
 

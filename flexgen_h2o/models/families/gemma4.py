@@ -1,7 +1,8 @@
-"""The text model of Gemma 4: 31B.
+"""The text models of Gemma 4: 12B, 26B-A4B and 31B.
 
 Global layers have other heads than layers with windows, and rotate a part of each. Their values may
-be their keys, without the norm's weights and the rotation. Each layer's output is scaled.
+be their keys, without the norm's weights and the rotation. Each layer's output is scaled. A mixture
+of experts has an MLP beside the experts of each layer.
 """
 
 from __future__ import annotations
@@ -10,10 +11,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config.layers import KVHeads
+from flexgen_h2o.config.layers import KVHeads, RouterConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.decoder import Decoder, layer_number, norm, normed, row_blocks
+from flexgen_h2o.models.decoder import (
+    Decoder,
+    layer_number,
+    norm,
+    norm_specs,
+    normed,
+    row_blocks,
+)
 from flexgen_h2o.models.fields import Fields
+from flexgen_h2o.models.mixture import MixtureDecoder, read_experts
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import read_layer_ropes
 from flexgen_h2o.models.tensors import ModelWeights, TensorSpec
@@ -24,35 +33,54 @@ if TYPE_CHECKING:
     from flexgen_h2o.models.layers import Operations
 
 
-class Gemma4(Decoder):
-    """Layers of keys that are also values have no "v". "layer_scalar" [1] scales the output."""
+_TEXT = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "attention_k_eq_v": False, "enable_moe_block": False, "bos_token_id": 2, "eos_token_id": 1,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0,
+                           "partial_rotary_factor": 0.25}},
+}
+
+
+class Gemma4(MixtureDecoder):
+    """Short names beside those of `Decoder` and `MixtureDecoder` are
+
+    - "layer_scalar" [1]: the factor of a layer's output,
+    - "router_scale" [hidden], "router_expert_scale" [experts]: factors of the router's input and of
+      routing weights,
+    - "post_shared", "post_experts": norms of the MLP's and of the experts' output.
+
+    A layer whose keys are also its values has no "v". Beside experts the MLP is the shared expert.
+    """
 
     DEFAULTS = {
-        "gemma4_text": {
-            "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216,
-            "num_hidden_layers": 30, "num_attention_heads": 8, "num_key_value_heads": 4,
-            "head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh",
-            "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 512,
-            "hidden_size_per_layer_input": 256, "attention_k_eq_v": False, "bos_token_id": 2,
-            "eos_token_id": 1, "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0,
-                                   "partial_rotary_factor": 0.25}}},
+        "gemma4_text": {**_TEXT, "max_position_embeddings": 131072, "sliding_window": 512,
+                        "hidden_size_per_layer_input": 256},
+        "gemma4_unified_text": {**_TEXT, "max_position_embeddings": 262144,
+                                "sliding_window": 1024},
     }
     norms = {"ln1": "input_layernorm", "post1": "post_attention_layernorm",
              "ln2": "pre_feedforward_layernorm", "post2": "post_feedforward_layernorm"}
+    shared_expert = "mlp"
+    stacks = (("experts.gate_up_proj", "experts.down_proj"),)
 
     def read(self, f: Fields) -> ModelConfig:
         for key, feature in (("hidden_size_per_layer_input", "per-layer embeddings"),
                              ("num_kv_shared_layers", "layers that share keys and values")):
             if f.raw(key):
                 raise UserError(f"{f.name}: {feature} ({key} = {f.raw(key)}) of Gemma 4 E2B and "
-                                "E4B are not supported (those of 26B-A4B and 31B are 0)")
+                                "E4B are not supported")
         if f.raw("use_bidirectional_attention") != "vision":  # of images alone
             f.refuse("use_bidirectional_attention")
         local = (*f.local_layers(lambda layer: bool((layer + 1) % 6))[:-1], False)
         heads = _global_heads(f, local)
         rope, local_rope = read_layer_ropes(f, full_head_dim=heads.dim)
+        experts = read_experts(
+            f, per_token="top_k_experts", router=RouterConfig(),
+            shared_ffn_size=f.count("intermediate_size")) if f.flag("enable_moe_block") else None
         return ModelConfig(
             **self.common(f, rope, activation="hidden_activation"),
             qk_norm=True,
@@ -64,15 +92,35 @@ class Gemma4(Decoder):
             other_heads=heads,
             other_head_layers=tuple(not is_local for is_local in local),
             attention=f.attention_variants(local, scale=1.0),
+            experts=experts,
         )
 
     def weights(self, cfg: ModelConfig) -> ModelWeights:
         weights = super().weights(cfg)
-        return replace(weights, mlp=(*weights.mlp, "layer_scalar"))
+        return replace(weights, mlp=(*weights.mlp, "layer_scalar", "post_shared", "post_experts"))
 
     def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
         return super().layer_specs(cfg, prefix) | {
             "layer_scalar": TensorSpec(f"{prefix}layer_scalar", (1,))}
+
+    def layer_norm_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        specs = Decoder.layer_norm_specs(self, cfg, prefix)
+        if cfg.experts is None:
+            return specs
+        more = {"router_norm": "pre_feedforward_layernorm_2",
+                "post_shared": "post_feedforward_layernorm_1",
+                "post_experts": "post_feedforward_layernorm_2"}
+        return specs | {short: spec for norm, name in more.items()
+                        for short, spec in norm_specs(norm, f"{prefix}{name}",
+                                                      cfg.hidden_size).items()}
+
+    def router_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        assert cfg.experts is not None
+        router, count = f"{prefix}router.", cfg.experts.count
+        return {"router": TensorSpec(f"{router}proj.weight", (count, cfg.hidden_size),
+                                     float32=cfg.float32_routers),
+                "router_scale": TensorSpec(f"{router}scale", (cfg.hidden_size,)),
+                "router_expert_scale": TensorSpec(f"{router}per_expert_scale", (count,))}
 
     def attention_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
         layer = cfg.select_layers([layer_number(prefix)])
@@ -106,6 +154,26 @@ class Gemma4(Decoder):
         super().mlp(cfg, w, x, ops)
         ops.scale_(x, w["layer_scalar"])
         return x
+
+    def route(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, ops: Operations, *,
+              out: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each row. Their input has another norm than the router's."""
+        assert cfg.experts is not None
+        ops.rms_norm(x, w["router_scale"], eps=cfg.norm_eps, out=out)
+        out.mul_(cfg.hidden_size ** -0.5)
+        ids, routing_weights = ops.route(out, w["router"], per_token=cfg.experts.per_token,
+                                         config=cfg.experts.router)
+        norm(cfg, w, "router_norm", x, ops, out=out)
+        return ids, routing_weights * w["router_expert_scale"].float()[ids]
+
+    def add_experts(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, inputs: Tensor,
+                    sums: Tensor, ops: Operations) -> None:
+        """Add the output of MLP and experts to x, and scale it."""
+        out = self.shared(cfg, w, normed(cfg, w, "ln2", x, ops), ops)
+        norm(cfg, w, "post_shared", out, ops, out=out)
+        routed = ops.get("normed", tuple(x.shape), x.dtype).copy_(sums)
+        out.add_(norm(cfg, w, "post_experts", routed, ops, out=routed))
+        x.add_(norm(cfg, w, "post2", out, ops, out=out)).mul_(w["layer_scalar"])
 
 
 def _global_heads(f: Fields, local: tuple[bool, ...]) -> KVHeads:
