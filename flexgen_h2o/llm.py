@@ -199,7 +199,7 @@ class LLM(ExclusiveResource):
                     prepared.source, prepared.device, prepared.args, resources, rank=prepared.rank,
                     draft=None if draft is None else load_runner(
                         draft.source, draft.device, draft.args, resources))
-            self._engine = Engine(runner, prepared.inputs, self._control, self._memory,
+            self._engine = Engine(runner, prepared.inputs, self._control, self._memory.check_fits,
                                   self._cache)
             self._resources = resources.pop_all()  # for close, or the finalizer
         # Not at exit: threads have ended by then, and folders have their own finalizers.

@@ -90,7 +90,7 @@ class StreamingSession(ExclusiveResource):
         self.stats: RunStats | None = None
         layout = BatchLayout((max_tokens or _UNLIMITED,), 0)
         size = WorkspaceSize.of_one(layout.sizes, self._h2o, self._layers, rows=self._chunk)
-        engine.memory.check_fits(runner.args.policy, runner.args.cache, Workload(
+        engine.check_fits(runner.args.policy, runner.args.cache, Workload(
             prompt_len=self._chunk, gen_len=max(1, max(size.cache.slots) - self._chunk + 1),
             gpu_batch_size=1, num_gpu_batches=1), loaded_bytes=runner.loaded_bytes)
         workspace = runner.workspace(size)

@@ -59,12 +59,12 @@ class SimulatedBlockCache(AlternativeCache):
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
                       rope, sinks: Tensor | None) -> Tensor:
-        """Attend within prompts; see `KVCache.attend_prompt`. The simulation rotates by itself."""
+        """Attend within prompts; see `PromptAttention.attend`. The simulation rotates by itself."""
         return self._cache.attend_prompt(layer, batch, q, k, v, spans=spans, sinks=sinks)
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
                      rope, sinks: Tensor | None, drafted: bool = False) -> PendingAttention:
-        """Attend from a new token of each sequence; see `KVCache.attend_token`."""
+        """Attend from a new token of each sequence; see `TokenAttention.attend`."""
         return PendingAttention({
             0: self._cache.attend_token(layer, batch, q, k, v, sinks=sinks)})
 
@@ -89,7 +89,7 @@ class UncachedAttention(AlternativeCache):
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
                       sinks: Tensor | None) -> Tensor:
-        """Attend within whole prompts; see `KVCache.attend_prompt`."""
+        """Attend within whole prompts; see `PromptAttention.attend`."""
         for x in (q, k):
             ops.rotate_(x, rope)
         return ops.prefill_attention(q, k, v, [len(span) for span in spans],
@@ -120,7 +120,7 @@ class ProbedCache(AlternativeCache):
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
                       sinks: Tensor | None) -> Tensor:
-        """Attend within one whole prompt; see `KVCache.attend_prompt`."""
+        """Attend within one whole prompt; see `PromptAttention.attend`."""
         for x in (q, k):
             ops.rotate_(x, rope)
         return self._attend(layer, self._number, q, k, v)
@@ -152,7 +152,7 @@ class KeySampler(UncachedAttention):
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
                       sinks: Tensor | None) -> Tensor:
-        """Attend within the whole prompt; see `KVCache.attend_prompt`."""
+        """Attend within the whole prompt; see `PromptAttention.attend`."""
         # A key's content hardly depends on its position, but its rotation does. Keys of a short
         # prompt, rotated to positions far apart, represent those of a long prompt.
         positions = torch.arange(len(k), device=k.device) * self._positions // len(k)

@@ -216,16 +216,9 @@ def _evict(entries: torch.Tensor, scores: torch.Tensor, old_positions: torch.Ten
            vectors: Sequence[torch.Tensor] | None) -> None:
     """Keep the budget's tokens of a cache with a chunk, in the first slots by position.
 
-    Parameters
-    ----------
-    entries : Tensor [kinds, kv_heads, tokens, width]
-        Cached tokens by position, and the chunk.
-    scores : float32 Tensor [kv_heads, tokens]
-    old_positions : int32 Tensor [kv_heads, cached]
-    slots, sequence, state
-        See `append_chunk`; `slots` and `state` are written.
-    vectors : pair of Tensor [kv_heads, tokens, head_dim] or None
-        Keys and values, if the eviction policy needs them.
+    `entries` [kinds, kv_heads, tokens, width] and `scores` [kv_heads, tokens] are of the cached
+    tokens by position, at `old_positions` [kv_heads, cached], and of the chunk. `vectors` are keys
+    and values, if the policy needs them. `slots` and `state` are written; see `append_chunk`.
     """
     heads, tokens = scores.shape
     new = torch.arange(sequence.tokens, sequence.tokens + tokens - old_positions.shape[1],

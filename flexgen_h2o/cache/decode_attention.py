@@ -13,7 +13,6 @@ from torch import Tensor
 from flexgen_h2o.cache.layout import CacheShape
 from flexgen_h2o.cache.tiers import CacheTier, gather_slots
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.storage.tiers import typed
 from flexgen_h2o.storage.transfer import ATTENTION, D2H, H2D, Handle, TransferQueue, Transfers
 
 
@@ -44,22 +43,10 @@ class PendingAttention:
 
 
 class HostAttention:
-    """Attention on the host for compute on a GPU: jobs on their own queue.
+    """Attention on the host for compute on a GPU, one job at a time."""
 
-    Jobs run one after the other, and each waits for the copies of the one before. One buffer for
-    inputs and one for outputs are enough.
-
-    Parameters
-    ----------
-    sequences : int
-        Maximum rows of a job.
-    transfers : Transfers
-    """
-
-    def __init__(self, sequences: int, transfers: Transfers):
-        self._sequences = sequences
+    def __init__(self, transfers: Transfers):
         self._transfers = transfers
-        self._buffers: list[Tensor] = []
         self._latest: Handle | None = None
         self._sinks: dict[int, Tensor] = {}
 
@@ -77,26 +64,16 @@ class HostAttention:
               ) -> tuple[Tensor, Handle]:
         """Start ``attend(q, k, v)`` on the host once compute has produced its inputs.
 
-        Parameters
-        ----------
-        q : Tensor [rows, heads, head_dim], on the device
-        k, v : Tensor [rows, kv_heads, head_dim], on the device
-            All three may be overwritten when this returns.
-        attend : callable
-            Called with the inputs in host memory; the first tensor of its result is the output.
-
-        Returns
-        -------
-        Tensor [rows, heads, elements of a value], on the device
-        Handle
-            The output is filled when this is done.
+        `attend` is called with copies in host memory. q [rows, heads, head_dim], k and v [rows,
+        kv_heads, head_dim] may be overwritten when this returns. The first tensor of its result is
+        copied to the returned one, [rows, heads, elements of a value], by the end of the handle.
         """
         shapes = [x.shape[1:] for x in (q, k, v)]
         packed = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
 
         def job(queue: TransferQueue) -> None:
-            inputs, outputs = self._host_buffers(packed, out)
+            inputs, outputs = queue.host_like(packed, out)
             queue.copy(inputs, packed, D2H)
             queue.flush()
             split = inputs.split([shape.numel() for shape in shapes], dim=1)
@@ -108,14 +85,6 @@ class HostAttention:
         mark = self._transfers.device.record_event()
         self._latest = self._transfers.submit(ATTENTION, job, after=(mark,))
         return out, self._latest
-
-    def _host_buffers(self, *tensors: Tensor) -> list[Tensor]:
-        """Return a host tensor like each of some tensors; buffers are allocated on first use."""
-        if not self._buffers:
-            self._buffers = [self._transfers.device.host_empty(self._sequences * x[0].nbytes)
-                             for x in tensors]
-        return [typed(buffer, 0, x.shape, x.dtype)
-                for buffer, x in zip(self._buffers, tensors, strict=True)]
 
     def reset(self) -> None:
         """Wait for the running job and discard its result."""
@@ -145,22 +114,8 @@ class SparseAttention:
                max_cached: int, metadata: Tensor, **attention: Any) -> tuple[Tensor, Tensor]:
         """Attend over a tier from one new token of each sequence, and cache the new tokens.
 
-        Parameters
-        ----------
-        q : Tensor [sequences, heads, head_dim]
-        k, v : Tensor [sequences, kv_heads, head_dim]
-        max_cached : int
-            Cached tokens of the longest sequence.
-        metadata : int32 Tensor [4, sequences]
-            See `ops.decode_attention`.
-        **attention
-            The variant of attention.
-
-        Returns
-        -------
-        out : Tensor like q
-        slots : int64 Tensor [sequences, kv_heads]
-            The slot of each new token.
+        Arguments and results are as of `ops.decode_attention`. `max_cached` are the cached tokens
+        of the longest sequence.
         """
         cache, layout = tier.get(*where), self._shape.layout
         index, weights = ops.select_values(q, k, keys=cache[0, :, :, :max_cached],

@@ -57,26 +57,15 @@ def view_slots(buffer: Tensor, pages: PageLayout, slot_layout: SlotLayout) -> Te
 class _DiskHotTokens:
     """Tokens of one (layer, batch) in memory.
 
-    Attributes
-    ----------
-    entries : Tensor [sequences, kv_heads, slots, kinds, width]
-        The slots of the hot set, and behind them the slots of the newest tokens.
-    hot_set : HotSet
-    cached : list of int
-        Cached tokens of each sequence.
-    written : list of int
-        Tokens of each sequence that are on disk.
-    empty : list of bool
-        True for each sequence whose hot set holds nothing of its prompt yet.
-    fetches : list of (slice, Handle)
-        Sequences, and the running job that fills their slots.
+    `entries` [sequences, kv_heads, slots, kinds, width] are the slots of the hot set, and behind
+    them the slots of the newest tokens. `fetches` are running jobs that fill slots of sequences.
     """
 
     entries: Tensor
     hot_set: HotSet
-    cached: list[int]
-    written: list[int]
-    empty: list[bool]
+    cached: list[int]  # tokens of each sequence
+    written: list[int]  # of them, those on disk
+    empty: list[bool]  # for each sequence: the hot set holds nothing of its prompt yet
     fetches: list[tuple[slice, Handle]] = field(default_factory=list)
 
 

@@ -19,23 +19,12 @@ JournalKey = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _DraftedToken:
-    """What one drafted token has overwritten.
-
-    Attributes
-    ----------
-    position : int
-    slots : SlotUpdate
-        The slots that it took, with their contents before.
-    state : EvictionState
-        The state, which the token has changed.
-    before : list of Tensor
-        Copies of the state's tensors before the token.
-    """
+    """What one drafted token has overwritten."""
 
     position: int
-    slots: SlotUpdate
+    slots: SlotUpdate  # that it took, with their contents before
     state: EvictionState
-    before: list[Tensor]
+    before: list[Tensor]  # copies of the state's tensors
 
 
 class DraftJournal:
@@ -50,19 +39,11 @@ class DraftJournal:
 
     def attend(self, key: JournalKey, position: int, cache: Tensor, state: EvictionState,
                attend: Callable[..., tuple[Tensor, Tensor]], *qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``attend(*qkv)``, and record what that overwrites.
+        """Return ``attend(*qkv)`` of a drafted token at a position, and record what it overwrites.
 
-        Parameters
-        ----------
-        key : tuple of int
-            Layer, batch and first sequence. Call for all drafted tokens of one key before
-            the next key.
-        position : int
-            Position of the drafted token.
-        cache : Tensor [kinds, sequences, kv_heads, slots, width]
-        state : EvictionState
-        attend : callable (q, k, v) -> (output, slots)
-            Attend, cache the token and evict.
+        All drafted tokens of one key come before those of the next key. `attend` attends, caches
+        the token in `cache` [kinds, sequences, kv_heads, slots, width], evicts, and returns the
+        output and the slots.
         """
         if key not in self._tokens:
             self._tokens[key] = []

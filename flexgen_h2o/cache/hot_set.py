@@ -114,13 +114,9 @@ class HotSet:
 class _GpuHotTokens:
     """Tokens of one (layer, batch) in the GPU's memory.
 
-    Attributes
-    ----------
-    entries : Tensor [kinds, sequences, kv_heads, slots + 1, width]
-        The slots of the hot set, and behind them the slot of the newest token.
-    hot_set : HotSet
-    newest : int32 Tensor [sequences] or None
-        Positions of the newest tokens; None once they are written back to host memory.
+    `entries` [kinds, sequences, kv_heads, slots + 1, width] are the slots of the hot set, and
+    behind them the slot of the newest token. `newest`, int32 [sequences], are the positions of
+    these; None once they are written back to host memory.
     """
 
     entries: Tensor

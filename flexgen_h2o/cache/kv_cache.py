@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.cache.decode_attention import PendingAttention
 from flexgen_h2o.cache.disk_recall import DiskRecallTier, make_tiers
 from flexgen_h2o.cache.eviction_state import (
     ContinuedEntries,
@@ -38,9 +37,8 @@ from flexgen_h2o.cache.token_attention import TokenAttention, tiers_of
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
-from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
-from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.transfer import Transfers
@@ -73,6 +71,10 @@ class KVCache:
     ----------
     tiers : list of CacheTier
         The cache by tiers.
+    attend_prompt, repeat : callable
+        `PromptAttention.attend` and `repeat`.
+    attend_token, prefetch_token, capture_token, prepare_replay : callable
+        `TokenAttention.attend`, `prefetch`, `capture` and `prepare_replay`.
     """
 
     def __init__(self, shape: CacheShape, size: CacheSize, policy: Policy, *,
@@ -114,14 +116,15 @@ class KVCache:
         self._recall: Recall | None = None
         if h2o is not None and h2o.recall:
             self._recall = Recall(shape, size, h2o, tiers=self.tiers, device=transfers.device)
-        self._prompt_attention = PromptAttention(
+        self._prompt_attention = prompts = PromptAttention(
             shape, self._h2o, tiers=self.tiers, prompt_tiers=self._prompt_tiers,
             evictions=self._evictions, recall=self._recall)
-        self._token_attention = TokenAttention(
+        self._token_attention = tokens = TokenAttention(
             shape, self._h2o, tiers=self.tiers, evictions=self._evictions, recall=self._recall,
-            host_sequences=counts[1], transfers=transfers)
-
-    # Blocks
+            transfers=transfers)
+        self.attend_prompt, self.repeat = prompts.attend, prompts.repeat
+        self.attend_token, self.prefetch_token = tokens.attend, tokens.prefetch
+        self.capture_token, self.prepare_replay = tokens.capture, tokens.prepare_replay
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a block. Discard the cache, except for sequences that continue in the block.
@@ -231,8 +234,6 @@ class KVCache:
         """True if `load` and `store` are no-ops."""
         return all(tier.is_resident for tier in (*self.tiers, *self._prompt_tiers))
 
-    # Before compute
-
     def load(self, layer: int, batch: int, forward_pass: int) -> None:
         """Start loading the cache that compute of (layer, batch) needs."""
         batch_layout = self._batch_layouts[batch]
@@ -258,54 +259,6 @@ class KVCache:
             for tier in self._tiers_of(batch):
                 tier.load(layer, batch, fetch=self._holds_continued(batch, tier), cached=cached)
 
-    # Prompts
-
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
-                      rope: Rope | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Attend within prompts, and cache them; see `PromptAttention.attend`."""
-        return self._prompt_attention.attend(layer, batch, q, k, v, spans=spans, rope=rope,
-                                             sinks=sinks)
-
-    def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
-        """Cache the prompt of one sequence for others; see `PromptAttention.repeat`."""
-        self._prompt_attention.repeat(layer, batch, source, *targets)
-
-    # New tokens
-
-    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
-                     rope: Rope | None, sinks: torch.Tensor | None = None,
-                     drafted: bool = False) -> PendingAttention:
-        """Start attention from one new token of each sequence; cache the new tokens; evict.
-
-        Attention over a tier in host memory may run as a background job on the CPU.
-
-        Parameters
-        ----------
-        q : Tensor [sequences, heads, head_dim]
-        k, v : Tensor [sequences, kv_heads, head_dim]
-            Before rotation. All three may be overwritten, and may be reused when this returns.
-        token : int
-            Number of the new token in the block, from 1.
-        rope : Rope or None
-            RoPE tables of the sequences.
-        sinks : Tensor [heads] or None
-            The layer's attention sinks.
-        drafted : bool
-            The new token may be rejected: it is, if a later call has the same or a lower `token`.
-        """
-        return self._token_attention.attend(layer, batch, q, k, v, token=token, rope=rope,
-                                            sinks=sinks, drafted=drafted)
-
-    def prefetch_token(self, layer: int, batch: int, q, k, *, token: int, rope: Rope | None,
-                       sinks: torch.Tensor | None = None) -> None:
-        """Start fetching the tokens that a new token may select, by a predicted query and key.
-
-        Arguments are as in `attend_token`. Results do not depend on the prediction.
-        """
-        self._token_attention.prefetch(layer, batch, q, k, token=token, rope=rope, sinks=sinks)
-
-    # After compute
-
     def store(self, layer: int, batch: int, forward_pass: int) -> None:
         """Start writing back the slots that compute of (layer, batch) changed."""
         batch_layout = self._batch_layouts[batch]
@@ -314,8 +267,6 @@ class KVCache:
         for tier in self._tiers_of(batch, self.tiers if cut else self._prompt_tiers):
             if not (decode and tier.fetches_selected(layer)):
                 tier.store(layer, batch, self._token_attention.take_update(layer, batch, tier))
-
-    # Prefetch of selected tokens
 
     @property
     def recall_counts(self) -> RecallCounts | None:
@@ -328,24 +279,7 @@ class KVCache:
         """True if `prefetch_token` can fetch tokens ahead of their selection."""
         return any(isinstance(tier, DiskRecallTier) for tier in self.tiers)
 
-    # Capture and replay of decode steps on a CPU
-
     @property
     def supports_capture(self) -> bool:
         """True if `capture_token` can capture attention over new tokens once for a block."""
         return self._token_attention.supports_capture and self.is_resident
-
-    def capture_token(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
-                      sinks: torch.Tensor | None = None, out: torch.Tensor,
-                      capture: cpu_library.CapturedCalls) -> None:
-        """Capture `attend_token`: a replay reads q, k and v and writes `out`, like q.
-
-        It caches the token of the last `prepare_replay`. If values have fewer elements than keys,
-        the last elements of `out` are the output.
-        """
-        self._token_attention.capture(layer, batch, q, k, v, rope=rope, sinks=sinks, out=out,
-                                      capture=capture)
-
-    def prepare_replay(self, batch: int, token: int) -> None:
-        """Undo rejected drafts, and write the metadata of new token `token` (from 1)."""
-        self._token_attention.prepare_replay(batch, token)

@@ -65,7 +65,7 @@ class PromptAttention:
         self._prefix = ()
 
     def attend(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
-               rope: Rope | None, sinks: torch.Tensor | None) -> torch.Tensor:
+               rope: Rope | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attend within each prompt from spans of prompts, and cache them.
 
         Parameters

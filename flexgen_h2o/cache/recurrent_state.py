@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.cache.disk_recall import make_tiers
+from flexgen_h2o.cache.eviction_state import ContinuedEntries, copy_continued, write_continued
 from flexgen_h2o.cache.layout import CacheSize, Capacity, SlotLayout
 from flexgen_h2o.cache.tiers import CacheTier, FetchedTier, WriteBackLog
 from flexgen_h2o.cache.token_attention import tiers_of
@@ -83,41 +84,20 @@ class RecurrentStates:
                 tier.synchronize()
             else:
                 tier.reset()
-        last, self._batch_layouts = self._batch_layouts, batches
+        self._batch_layouts = batches
         for layer in self._layers:
-            states = self._copy_continued(layer, last) if continues else {}
+            states: ContinuedEntries = {}
+            if continues:
+                states = copy_continued(layer, self.tiers, batches, states={}, h2o=None)
             for tier in self.tiers:
                 tier.begin(layer, [(len(batch_layout), 1) for batch_layout in batches])
             for batch in range(len(batches)):
                 for tier in self._tiers_of(batch):
-                    self._write_continued(layer, batch, tier, states)
-
-    def _copy_continued(self, layer: int, last: Sequence[BatchLayout]
-                        ) -> dict[tuple[int, int], Tensor]:
-        """Return the states of continued sequences, by batch and place in the last block."""
-        origins = [origin for batch_layout in self._batch_layouts
-                   for origin in batch_layout.continued if origin is not None]
-        states: dict[tuple[int, int], Tensor] = {}
-        for batch in sorted({origin.batch for origin in origins}):
-            for tier in tiers_of(self.tiers, last[batch]):
-                sequences = [origin.sequence for origin in origins if origin.batch == batch
-                             and tier.first <= origin.sequence < tier.last]
-                if sequences:
-                    tier.load(layer, batch, fetch=True)
-                    rows = _rows(tier.get(layer, batch))
-                    states |= {(batch, sequence): rows[sequence - tier.first].clone()
-                               for sequence in sequences}
-        return states
-
-    def _write_continued(self, layer: int, batch: int, tier: CacheTier,
-                         states: dict[tuple[int, int], Tensor]) -> None:
-        continued = self._continued(batch, tier)
-        if any(continued):
-            tier.load(layer, batch, fetch=False)
-            for row, origin in zip(_rows(tier.get(layer, batch)), continued, strict=False):
-                if origin is not None:
-                    row.copy_(states[origin.batch, origin.sequence])
-            tier.store(layer, batch, None)
+                    continued = self._continued(batch, tier)
+                    if any(continued):
+                        tier.load(layer, batch, fetch=False)
+                        write_continued(states, continued, tier.get(layer, batch), None)
+                        tier.store(layer, batch, None)
 
     def _continued(self, batch: int, tier: CacheTier) -> Sequence:
         """Return the origins of the sequences of a tier; None: a new sequence."""

@@ -52,21 +52,18 @@ class TokenAttention:
     evictions : EvictionStates
         Eviction states of the cache, which calls their `begin`.
     recall : Recall or None
-    host_sequences : int
-        Maximum sequences of a batch in host memory.
     transfers : Transfers
     """
 
     def __init__(self, shape: CacheShape, h2o: H2OConfig | None, *, tiers: Sequence[CacheTier],
-                 evictions: EvictionStates, recall: Recall | None, host_sequences: int,
-                 transfers: Transfers):
+                 evictions: EvictionStates, recall: Recall | None, transfers: Transfers):
         self._shape = shape
         self._h2o = h2o
         self._tiers = tiers
         self._evictions = evictions
         self._recall = recall
         self._device = transfers.device.torch_device
-        self._host = HostAttention(host_sequences, transfers)
+        self._host = HostAttention(transfers)
         self._sparse = SparseAttention(shape, transfers)
         self._journal = DraftJournal()
         self._batch_layouts: Sequence[BatchLayout] = ()
@@ -116,8 +113,25 @@ class TokenAttention:
     # Decode steps
 
     def attend(self, layer: int, batch: int, q, k, v, *, token: int, rope: Rope | None,
-               sinks: torch.Tensor | None, drafted: bool) -> PendingAttention:
-        """Start attention from one new token of each sequence: see `KVCache.attend_token`."""
+               sinks: torch.Tensor | None = None, drafted: bool = False) -> PendingAttention:
+        """Start attention from one new token of each sequence; cache the new tokens; evict.
+
+        Attention over a tier in host memory may run as a background job on the CPU.
+
+        Parameters
+        ----------
+        q : Tensor [sequences, heads, head_dim]
+        k, v : Tensor [sequences, kv_heads, head_dim]
+            Before rotation. All three may be overwritten, and may be reused when this returns.
+        token : int
+            Number of the new token in the block, from 1.
+        rope : Rope or None
+            RoPE tables of the sequences.
+        sinks : Tensor [heads] or None
+            The layer's attention sinks.
+        drafted : bool
+            The new token may be rejected: it is, if a later call has the same or a lower `token`.
+        """
         offsets = self._rotate(layer, batch, q, k, rope)
         pending = PendingAttention()
         self._newest[batch] = token
@@ -216,8 +230,11 @@ class TokenAttention:
     # Prefetch of selected tokens
 
     def prefetch(self, layer: int, batch: int, q, k, *, token: int, rope: Rope | None,
-                 sinks: torch.Tensor | None) -> None:
-        """Start fetching the tokens that a new token may select: `KVCache.prefetch_token`."""
+                 sinks: torch.Tensor | None = None) -> None:
+        """Start fetching the tokens that a new token may select, by a predicted query and key.
+
+        Arguments are as in `attend`. Results do not depend on the prediction.
+        """
         offsets = self._rotate(layer, batch, q, k, rope)
         for tier in tiers_of(self._tiers, self._batch_layouts[batch]):
             if tier.fetches_selected(layer):
@@ -246,9 +263,13 @@ class TokenAttention:
         return self._device.type == "cpu" and one_tier and in_kernels
 
     def capture(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
-                sinks: torch.Tensor | None, out: torch.Tensor,
+                sinks: torch.Tensor | None = None, out: torch.Tensor,
                 capture: cpu_library.CapturedCalls) -> None:
-        """Capture `attend`: see `KVCache.capture_token`."""
+        """Capture `attend`: a replay reads q, k and v and writes `out`, like q.
+
+        It caches the token of the last `prepare_replay`. If values have fewer elements than keys,
+        the last elements of `out` are the output.
+        """
         tier, = tiers_of(self._tiers, self._batch_layouts[batch])
         rotations = self._rotations(layer, batch, rope)
         offsets = self._empty_offsets(layer, q, rotations[0][1])

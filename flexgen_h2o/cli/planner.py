@@ -181,6 +181,7 @@ def _speculation(config: RunConfig, subject: PlanSubject, candidate: PlanCandida
 def _this_machine(config: RunConfig, load: Workload, prompts: int | None, texts: Sequence[str]
                   ) -> PlanSubject:
     """Return this machine with its free memory, and the model as a run would load it."""
+    from flexgen_h2o.engine.args import EngineArgs
     from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.engine.tokenizer import InputProcessor
     from flexgen_h2o.planning.calibrate import by_measured_rates, load_or_calibrate
@@ -193,12 +194,12 @@ def _this_machine(config: RunConfig, load: Workload, prompts: int | None, texts:
     device = open_device(config.device)
     device.limit(config.device_memory_limit)
     progress = None if config.verbose else False
-    source = find_model(config.model, path=config.path, dtype=config.dtype,
-                        bits=config.resolved_weight_bits, activation_bits=config.activation_bits,
-                        device=device, progress=progress)
+    source = find_model(EngineArgs(
+        model=config.model, path=config.path, dtype=config.dtype,
+        weight_bits=config.resolved_weight_bits, activation_bits=config.activation_bits,
+        progress=progress), device)
     draft = None if config.draft_model is None else find_model(
-        config.draft_model, path=None, dtype=config.dtype, bits=AUTO, device=device,
-        progress=progress)
+        EngineArgs(model=config.draft_model, dtype=config.dtype, progress=progress), device)
     _check_model(config, source.config, has_gpu=device.is_gpu)
     inputs = InputProcessor(source, config.model, config.h2o())
     if texts and inputs.tokenizer is not None:  # dummy weights are planned for estimated lengths

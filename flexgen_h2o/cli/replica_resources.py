@@ -8,7 +8,6 @@ from typing import Any
 
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.policy import Policy, Workload
-from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.report import format_bytes
 from flexgen_h2o.planning.memory_plan import MemoryPlan
@@ -80,14 +79,14 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
     the replica computes on a GPU, with its own memory.
     """
     # Imported here since they load torch.
+    from flexgen_h2o.engine.args import EngineArgs
     from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.storage.tiers import open_device
 
     # This machine may have no GPU; a GPU's dtype has as many bytes as a CPU's.
-    source = find_model(
-        str(arguments["model"]), path=arguments.get("path"), dtype=arguments.get("dtype", "auto"),
-        bits=arguments.get("weight_bits", AUTO), device=open_device("cpu"),
-        weight_cache=arguments.get("weight_cache", AUTO))
+    names = {"path", "dtype", "weight_bits", "weight_cache"} & arguments.keys()
+    source = find_model(EngineArgs(model=str(arguments["model"]), **{
+        name: arguments[name] for name in names}), open_device("cpu"))
     cache = CacheOptions(arguments.get("h2o"), arguments.get("cache_bits", 16),
                          arguments.get("attn_sparsity", 1.0), arguments.get("key_bits"),
                          arguments.get("value_bits"))

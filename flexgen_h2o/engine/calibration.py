@@ -213,20 +213,11 @@ class _MeasuredMatrix(ShardedMatrix):
 
 @dataclass(frozen=True, kw_only=True)
 class _MeasuringFormat(WeightFormat):
-    """A 16-bit format whose matrices sum the squares of their inputs.
-
-    Attributes
-    ----------
-    squares : _InputSquares
-    names : collection of str
-        The matrices to measure.
-    head : str
-        The head, which gets no outputs since nothing needs logits.
-    """
+    """A 16-bit format whose matrices `names` sum the squares of their inputs."""
 
     squares: _InputSquares
     names: Collection[str]
-    head: str
+    head: str  # gets no outputs since nothing needs logits
 
     def view(self, buffer: Tensor, offset: int, spec: TensorSpec) -> Any:
         weight: Any = super().view(buffer, offset, spec)

@@ -31,14 +31,14 @@ _log = logging.getLogger(__name__)
 
 
 def capture_obstacle(workspace: Workspace, policy: Policy, *, device: torch.device,
-                     dtype: torch.dtype, mixture: bool = False) -> str | None:
+                     mixture: bool) -> str | None:
     """Return why no layer of a block can be captured; None if resident layers can.
 
     In a `mixture` of experts, only the half before the router is captured.
     """
     obstacles = (
         (device.type != "cpu", "compute is not on a CPU"),
-        (dtype != torch.bfloat16, f"{dtype} runs PyTorch's operations"),
+        (workspace.dtype != torch.bfloat16, f"{workspace.dtype} runs PyTorch's operations"),
         (ops.uses_reference("cpu"), "the C++ kernels are missing or disabled"),
         (policy.sep_layer and not mixture, "attention and MLP are separate units"),
         (not workspace.hidden.is_resident, "hidden states move between tiers"),
@@ -50,24 +50,14 @@ def capture_obstacle(workspace: Workspace, policy: Policy, *, device: torch.devi
 class _CapturedLayer:
     """A captured unit of a batch.
 
-    Attributes
-    ----------
-    before : CapturedCalls
-        The whole layer; if the cache cannot capture, the part before attention.
-    x : Tensor [rows, hidden]
-        The layer's input and output.
-    qkv : tuple of Tensor
-        Queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim].
-    attended : Tensor [rows, heads, elements of a value]
-        The output of attention.
-    after : CapturedCalls
-        The part after attention, if the cache cannot capture.
+    `before` is the whole layer. If the cache cannot capture attention, `before` ends with `qkv`,
+    and `after` begins with the output of attention, `attended`.
     """
 
     before: CapturedCalls
-    x: torch.Tensor
+    x: torch.Tensor  # [rows, hidden], input and output
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    attended: torch.Tensor
+    attended: torch.Tensor  # [rows, heads, elements of a value]
     after: CapturedCalls
 
 
@@ -80,8 +70,6 @@ class CapturedLayers:
         Weights, already loaded. A layer with weights that are fetched is not captured.
     workspace : Workspace
         Its cache has begun or resumed the block before the first replay.
-    dtype : torch.dtype
-        Data type of weights and activations.
 
     Attributes
     ----------
@@ -92,7 +80,7 @@ class CapturedLayers:
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
-                 policy: Policy, device: torch.device, dtype: torch.dtype):
+                 policy: Policy, device: torch.device):
         self._config = config
         self._family = family(config)
         self._weights = weights
@@ -103,7 +91,7 @@ class CapturedLayers:
         mixture = config.experts is not None
         units_per_layer = 2 if mixture else 1
         layers = range(1, len(weights.units) - 1, units_per_layer)
-        reason = capture_obstacle(workspace, policy, device=device, dtype=dtype, mixture=mixture)
+        reason = capture_obstacle(workspace, policy, device=device, mixture=mixture)
         if reason is not None:
             _log.debug("decode steps go operation by operation: %s", reason)
         self.units = frozenset(
@@ -140,16 +128,13 @@ class CapturedLayers:
 
         Parameters
         ----------
-        cache_layer : int
-            Number of its decoder layer in the cache.
-        rope_number : int
-            See `ModelConfig.rope_number`.
+        cache_layer, rope_number : int
+            Number of its layer in the cache, and `ModelConfig.rope_number`.
         rows : int
             Rows of the hidden states.
-        attend : callable (action, x, q, k, v) -> Tensor
-            Attention over new tokens, if the cache cannot capture. x [rows, hidden] is the layer's
-            input; q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] are not rotated.
-            The result is [rows, heads, elements of a value].
+        attend : callable (action, x, q, k, v) -> Tensor [rows, heads, elements of a value]
+            Attention over new tokens, if the cache cannot capture. x is the layer's input; q, k and
+            v are not rotated.
         """
         layer = self._layers.get((action.unit, action.batch))
         if layer is None:

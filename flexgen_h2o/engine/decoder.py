@@ -111,9 +111,8 @@ class DecoderLayers:
         self.units = stage.units(policy.sep_layer)
         self.head_unit = num_units(config.num_layers, policy.sep_layer) - 1
         self._experts = experts
-        self._captured = CapturedLayers(
-            config, weights, workspace, policy=policy, device=transfers.device.torch_device,
-            dtype=workspace.dtype)
+        self._captured = CapturedLayers(config, weights, workspace, policy=policy,
+                                        device=transfers.device.torch_device)
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
         self._batches: Sequence[GPUBatch] = ()
         self._pending_attention: dict[int, PendingAttention] = {}

@@ -28,7 +28,6 @@ from flexgen_h2o.models.decoder import row_blocks
 from flexgen_h2o.models.layers import Operations, activation
 from flexgen_h2o.models.mixture import MixtureDecoder
 from flexgen_h2o.models.model_config import ModelConfig
-from flexgen_h2o.storage.tiers import typed
 from flexgen_h2o.storage.transfer import D2H, EXPERTS, H2D, Handle, TransferQueue, Transfers
 
 PREFETCH_ROWS = 64
@@ -135,16 +134,11 @@ class ExpertMatmuls:
 
 
 class HostExperts:
-    """Experts that are computed in host memory, beside compute on a GPU.
-
-    Jobs run one after the other on their own queue, so that one buffer for inputs and one for
-    outputs suffice.
-    """
+    """Experts that are computed in host memory, beside compute on a GPU, one job at a time."""
 
     def __init__(self, config: ModelConfig, slots: ExpertSlots, transfers: Transfers):
         self._slots, self._transfers, self._count = slots, transfers, config.experts.count
         self._matmuls = ExpertMatmuls(config, Operations("cpu"), slots.options)
-        self._buffers: list[Tensor] = []
 
     def start(self, keys: Sequence[ExpertKey], x: Tensor, ids: Tensor, routing_weights: Tensor
               ) -> tuple[Tensor, Tensor, Handle]:
@@ -172,7 +166,7 @@ class HostExperts:
         sums = torch.empty(inputs.shape, dtype=sums_dtype(x.dtype), device=x.device)
 
         def job(queue: TransferQueue) -> None:
-            host_inputs, host_sums = self._host_buffers(inputs, sums)
+            host_inputs, host_sums = queue.host_like(inputs, sums)
             queue.copy(host_inputs, inputs, D2H)
             queue.flush()
             counts = torch.bincount(host_ids.flatten(), minlength=self._count)
@@ -185,16 +179,6 @@ class HostExperts:
 
         mark = self._transfers.device.record_event()
         return rows, sums, self._transfers.submit(EXPERTS, job, after=(mark,))
-
-    def _host_buffers(self, *tensors: Tensor) -> list[Tensor]:
-        """Return views like these tensors of buffers in host memory, which grow as needed."""
-        host_empty = self._transfers.device.host_empty
-        # Compare each buffer: they are padded to pages and may hold different numbers of rows.
-        if not self._buffers or any(buffer.nbytes < x.nbytes for buffer, x in zip(
-                self._buffers, tensors, strict=True)):
-            self._buffers = [host_empty(x.nbytes) for x in tensors]
-        return [typed(buffer, 0, x.shape, x.dtype)
-                for buffer, x in zip(self._buffers, tensors, strict=True)]
 
 
 class ExpertLayers:

@@ -12,13 +12,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
 from flexgen_h2o.cache.alternatives import ProbedCache
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.policy import Policy, Workload
+from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.validation import check_bool, check_int
 from flexgen_h2o.distributed.control_messages import Close, ControlChannel, Generate, RunBlock
@@ -45,14 +44,6 @@ _log = logging.getLogger(__name__)
 
 SESSION_CHUNK = 512
 """Tokens of a prompt in a forward pass of a session, unless the policy has a `prefill_chunk`."""
-
-
-class MemoryCheck(Protocol):
-    """The memory plan of a model: see `planning.memory_plan.MemoryCheck`."""
-
-    def check_fits(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
-                   loaded_bytes: int | None) -> None:
-        """Raise `UserError` for a run that does not fit in memory."""
 
 
 class GenerationRun:
@@ -198,6 +189,8 @@ class Engine:
         Runner of the loaded model.
     control : ControlChannel
         Control messages to other ranks.
+    check_fits : callable
+        `planning.memory_plan.MemoryCheck.check_fits`.
     cache : CacheOptions
         Options of the KV cache in all layers of the model, on any rank.
 
@@ -211,9 +204,9 @@ class Engine:
     """
 
     def __init__(self, runner: Runner, inputs: InputProcessor, control: ControlChannel,
-                 memory: MemoryCheck, cache: CacheOptions):
+                 check_fits: Callable[..., None], cache: CacheOptions):
         self.runner, self.inputs, self.outputs = runner, inputs, OutputProcessor(inputs)
-        self.memory = memory
+        self.check_fits = check_fits
         self.stats: RunStats | None = None
         self._control, self._cache = control, cache
         self._closed = False
@@ -408,8 +401,8 @@ class Engine:
 
         def check() -> None:
             if spare is None:
-                self.memory.check_fits(policy, self._cache, workload,
-                                       loaded_bytes=run.runner.loaded_bytes)
+                self.check_fits(policy, self._cache, workload,
+                                loaded_bytes=run.runner.loaded_bytes)
 
         self._control.check_all_fit(check)  # other ranks may need a new one
         return run.runner.workspace(size) if spare is None else spare

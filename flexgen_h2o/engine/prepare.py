@@ -73,10 +73,7 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
     if policy.selective_fetch and device.is_gpu and not recalls_in_place(device):
         raise UserError("selective_fetch needs the kernels of a GPU, which are missing or switched "
                         "off: install triton, or leave it out")
-    source = find_model(
-        args.model, path=args.path, dtype=args.dtype, bits=args.weight_bits, device=device,
-        activation_bits=args.activation_bits, generation_config=args.generation_config,
-        weight_cache=args.weight_cache, seed=args.seed, progress=args.progress)
+    source = find_model(args, device)
     check_cache(source.config, args.cache)
     check_halves(source.config, policy)
     check_experts(source.config, policy)
@@ -106,11 +103,7 @@ def _prepare_draft(args: EngineArgs, inputs: InputProcessor, control: ControlCha
                    ) -> PreparedModel:
     """Return the draft model of an `LLM`, to be resident in memory.
 
-    Raises
-    ------
-    UserError
-        Its vocabulary differs from the vocabulary of `inputs`, or its cache would evict tokens,
-        so that rejected drafts could not be undone.
+    Raise `UserError` if its vocabulary differs, or if rejected drafts could not be undone in it.
     """
     name = str(args.policy.draft_model)
     draft = prepare_model(EngineArgs(

@@ -23,13 +23,7 @@ class _ContinuationScorer(LogitsConsumer):
     continuations : mapping of int to sequence of int
         Token ids by request key, at least one each.
     on_logits : callable (targets, logits), optional
-        Called with logits [rows, vocab] that predict tokens of continuations. `targets` has for
-        each row the request key and the index of the predicted token.
-
-    Attributes
-    ----------
-    scores : dict of int to Scored
-        Scores of the tokens so far, by request key.
+        See `LLM.score`; pairs are request keys.
     """
 
     def __init__(self, continuations: Mapping[int, Sequence[int]],
@@ -37,6 +31,7 @@ class _ContinuationScorer(LogitsConsumer):
         self._continuations = continuations
         self._on_logits = on_logits
         self.scores = {key: Scored([], []) for key in continuations}
+        """Scores of the tokens so far, by request key."""
 
     @property
     def width(self) -> int:

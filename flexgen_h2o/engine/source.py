@@ -26,6 +26,7 @@ from flexgen_h2o.config.weight_layout import (
     MatrixLayout,
     WeightOptions,
 )
+from flexgen_h2o.engine.args import EngineArgs
 from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.disk_cache import CacheFolder, build_once, cache_dir, find_copy, model_title
@@ -290,32 +291,11 @@ def _opened(folder: Path, gguf: GgufHeader | None) -> Checkpoint:
     return open_checkpoint(folder) if gguf is None else GgufCheckpoint(gguf)
 
 
-def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | str,
-               device: Device, activation_bits: int = 16, generation_config: bool = True,
-               weight_cache: str | os.PathLike | None = AUTO, seed: int = 0,
-               progress: bool | None = None) -> ModelSource:
+def find_model(args: EngineArgs, device: Device) -> ModelSource:
     """Find a model by name, download or convert it if necessary, and read its configuration.
 
-    Parameters
-    ----------
-    model : str
-        Repo id, local folder, `.gguf` file, ``smollm2-135m``, or a published shape's name.
-    path : str or path, optional
-        Folder or `.gguf` file of the weights; ``_DUMMY_`` for random weights of the shape.
-    dtype : str
-        auto, float16, bfloat16 or float32. auto is bfloat16 on a CPU. On a GPU it is the
-        checkpoint's dtype if it has 16 bits and the GPU supports it, else float16.
-    bits : int or "auto"
-        Bits of weights: 16 (`dtype`), 12, 8 or 4. "auto" keeps the quantized values of a GGUF file,
-        and is 16 for other models.
-    activation_bits : int
-        Bits of activations in quantized matmuls: 16 or 8.
-    generation_config : bool
-        Use the defaults of generation_config.json. False: only its end tokens.
-    weight_cache, seed
-        See `ModelSource`.
-    progress : bool, optional
-        Show a progress bar of a conversion. Default: on a terminal.
+    `dtype` "auto" is bfloat16 on a CPU. On a GPU it is the checkpoint's dtype if it has 16 bits and
+    the GPU supports it, else float16.
 
     Raises
     ------
@@ -323,7 +303,8 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
         The model is unknown or cannot be downloaded, its architecture is not supported, or bits are
         out of range or not supported on the device.
     """
-    path = None if path is None else os.fspath(path)
+    model, dtype, bits = args.model, args.dtype, args.weight_bits
+    path = None if args.path is None else os.fspath(args.path)
     dummy = path == DUMMY
     config = published(model) if dummy else None
     name = model if path is None or dummy else path
@@ -331,14 +312,14 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
     gguf = None if file is None or bits == 16 else read_header(file)
     if bits == AUTO and (gguf is None or not _has_codes(gguf)):
         bits = 16
-    _check_bits(bits, activation_bits, device)
+    _check_bits(bits, args.activation_bits, device)
     stored = published_quantization(model) if dummy else None
     if config is None:
         copy_dtype = None if dtype == "auto" and device.torch_device.type == "cuda" else dtype
         copy_dtype = "bfloat16" if copy_dtype == "auto" else copy_dtype
         if gguf is None or bits == 16:
             gguf = None
-            with byte_bar("converting", progress=progress) as update:
+            with byte_bar("converting", progress=args.progress) as update:
                 folder = checkpoint_folder(name, dtype=copy_dtype, progress=update)
         else:
             folder = describe_gguf(gguf)
@@ -353,10 +334,10 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
     else:
         weights, codes = _weights(config, _opened(folder, gguf))
     generation = read_generation_config(folder, config.eos_token_ids,
-                                        end_tokens_alone=not generation_config)
+                                        end_tokens_alone=not args.generation_config)
     return ModelSource(config, weights, _dtype(dtype, config, device), folder, dummy, generation,
-                       gguf, bits, activation_bits, stored, codes,
-                       device.torch_device.type == "cuda", weight_cache, seed)
+                       gguf, bits, args.activation_bits, stored, codes,
+                       device.torch_device.type == "cuda", args.weight_cache, args.seed)
 
 
 def _check_adapter(folder: Path) -> None:
@@ -392,13 +373,8 @@ def _check_bits(bits: int | str, activation_bits: int, device: Device) -> None:
 def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, WeightOptions]:
     """Return a model's tensors, and the options that keep the checkpoint's quantized values.
 
-    The checkpoint is closed.
-
-    Raises
-    ------
-    UserError
-        config.json does not belong to the checkpoint: a tensor is missing, of another shape, or of
-        a further layer. It is raised before memory is allocated by numbers of config.json.
+    The checkpoint is closed. Raise `UserError` if config.json does not belong to it, before memory
+    is allocated by numbers of config.json.
     """
     decoder = family(config)
     with plain:

@@ -96,7 +96,7 @@ class SimulatedCache:
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
                       sinks: Tensor | None = None) -> Tensor:
-        """Attend within prompts and cache them; see `KVCache.attend_prompt`."""
+        """Attend within prompts and cache them; see `PromptAttention.attend`."""
         outputs, row = [], 0
         for span in spans:
             rows = slice(row, row + len(span))
@@ -110,14 +110,14 @@ class SimulatedCache:
         return torch.cat(outputs)
 
     def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
-        """Cache one prompt for other sequences; see `KVCache.repeat`."""
+        """Cache one prompt for other sequences; see `PromptAttention.repeat`."""
         for target in targets:
             self._caches[layer, batch, target] = copy.deepcopy(
                 self._caches[layer, batch, source])
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, sinks: Tensor | None = None
                      ) -> Tensor:
-        """Attend as `KVCache.attend_token`; return [sequences, heads, head_dim]."""
+        """Attend as `TokenAttention.attend`; return [sequences, heads, head_dim]."""
         outputs = []
         for sequence in range(len(q)):
             row, key = slice(sequence, sequence + 1), (layer, batch, sequence)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.tensors import TensorSpec
 from flexgen_h2o.storage.disk import Extent
 
 _SCRATCH_ELEMENTS = 1 << 20  # read at a time where rows are selected or transposed
@@ -201,19 +201,8 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class _Spec(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def resolve(
-    checkpoint: Checkpoint,
-    specs: Iterable[_Spec],
-    aliases: Callable[[str], tuple[str, ...]],
-) -> dict[str, str]:
+def resolve(checkpoint: Checkpoint, specs: Iterable[TensorSpec],
+            aliases: Callable[[str], tuple[str, ...]]) -> dict[str, str]:
     """Return the checkpoint's names of a model's tensors.
 
     Parameters
@@ -245,16 +234,13 @@ def resolve(
             if absent is not None:
                 raise UserError(f"{checkpoint.absent[absent]} has no tensor {absent}, which the "
                                 "index places in it; get the file again")
-            raise UserError(
-                f"{checkpoint.source} has no tensor {spec.name}{hint}; "
-                "is it complete, and does its config.json belong to it?"
-            )
+            raise UserError(f"{checkpoint.source} has no tensor {spec.name}{hint}; is it complete, "
+                            "and does its config.json belong to it?")
         shape = checkpoint.info(actual).shape
         if shape != tuple(spec.shape):
-            raise UserError(
-                f"{checkpoint.source}: tensor {actual} has shape {list(shape)}, but config.json "
-                f"calls for {list(spec.shape)}; do the two belong together?"
-            )
+            raise UserError(f"{checkpoint.source}: tensor {actual} has shape {list(shape)}, but "
+                            f"config.json calls for {list(spec.shape)}; do the two belong "
+                            "together?")
         names[spec.name] = actual
     return names
 

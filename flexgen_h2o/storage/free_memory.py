@@ -162,14 +162,8 @@ def _group_limit(group: Path, limit: str, usage: str, mapped: str, *, prefix: st
                  ) -> Iterator[tuple[int, int]]:
     """Yield the limit and the free bytes of one cgroup, if it has a limit.
 
-    Parameters
-    ----------
-    limit, usage : str
-        Names of its files.
-    mapped : str
-        Name of the line of mapped page cache in memory.stat.
-    prefix : str
-        Prefix of the other lines of page cache.
+    `limit` and `usage` name its files, `mapped` the line of mapped page cache in memory.stat, and
+    `prefix` begins the other lines of page cache.
     """
     try:
         limit_bytes = int((group / limit).read_text())

@@ -36,14 +36,7 @@ def _median_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float
 def disk_read_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS) -> float:
     """Return the bytes per second of aligned O_DIRECT reads from the start of a file.
 
-    Parameters
-    ----------
-    path : Path
-        A file, of at least a page.
-    nbytes : int
-        Bytes to read, at most the size of the file.
-    workers : int
-        Number of requests in flight.
+    The file has at least a page. Up to `nbytes` are read, with `workers` requests in flight.
     """
     def read(disk: Disk, start: int, window: torch.Tensor) -> None:
         disk.read([AlignedRead(path, start, len(window), 0)], window)
@@ -51,15 +44,15 @@ def disk_read_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS)
     return _disk_rate(read, path, nbytes, workers)
 
 
-def disk_write_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS) -> float:
+def disk_write_rate(path: Path, *, nbytes: int = 1 << 30) -> float:
     """Return the bytes per second of aligned O_DIRECT writes over the start of a file.
 
-    Parameters are as of `disk_read_rate`. Random bytes are written, without a sync.
+    Up to `nbytes` are written, random ones, without a sync.
     """
     def write(disk: Disk, start: int, window: torch.Tensor) -> None:
         disk.write(Extent(path, start, len(window)), window)
 
-    return _disk_rate(write, path, nbytes, workers)
+    return _disk_rate(write, path, nbytes, WORKERS)
 
 
 def _disk_rate(move: Callable[[Disk, int, torch.Tensor], None], path: Path, nbytes: int,

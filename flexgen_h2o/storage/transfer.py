@@ -20,7 +20,7 @@ import torch
 
 from flexgen_h2o.metrics.trace import COMPUTE, WAITING, LinkStats, Trace
 from flexgen_h2o.storage.disk import WORKERS, Disk
-from flexgen_h2o.storage.tiers import Device, Event
+from flexgen_h2o.storage.tiers import Device, Event, typed
 
 H2D, D2H = "cpu->gpu", "gpu->cpu"
 ATTENTION, EXPERTS, RECALLS = "attention", "host experts", "recalls"
@@ -69,7 +69,19 @@ class TransferQueue:
         self.disk = transfers.disk
         self._transfers = transfers
         self._stream = transfers.device.stream()
+        self._host_buffers: list[torch.Tensor] = []
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def host_like(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Return uninitialized host tensors like these. The queue's next job reuses their memory.
+        """
+        # Compare each buffer: they are padded to pages and may hold different numbers of rows.
+        if not self._host_buffers or any(buffer.nbytes < x.nbytes for buffer, x in zip(
+                self._host_buffers, tensors, strict=True)):
+            self.flush()  # copies may still use the smaller buffers
+            self._host_buffers = [self._transfers.device.host_empty(x.nbytes) for x in tensors]
+        return [typed(buffer, 0, x.shape, x.dtype)
+                for buffer, x in zip(self._host_buffers, tensors, strict=True)]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, link: str | None) -> None:
         """Start a copy on the stream, and record it for a link; None: within one memory."""

@@ -22,6 +22,7 @@ from flexgen_h2o.cli.launch import read_prompts
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml
 from flexgen_h2o.commands import generate
+from flexgen_h2o.engine.args import EngineArgs
 from flexgen_h2o.engine.source import find_model
 from flexgen_h2o.engine.tokenizer import load_tokenizer
 from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint, open_checkpoint
@@ -203,8 +204,8 @@ def targets(folder: Path) -> dict[str, Target]:
 
 
 def _find(folder: Path) -> object:
-    source = find_model(str(folder), path=None, dtype="float32", bits=16, device=Device(),
-                        progress=False)
+    source = find_model(EngineArgs(model=str(folder), dtype="float32", weight_bits=16,
+                                   progress=False), Device())
     return source.config.num_parameters()
 
 

@@ -16,6 +16,7 @@ import httpx
 import torch
 
 from flexgen_h2o import LLM, H2OConfig, Policy, StructuredOutputs
+from flexgen_h2o.engine.args import EngineArgs
 from flexgen_h2o.engine.blocks import Request
 from flexgen_h2o.engine.source import find_model
 from flexgen_h2o.engine.speculation import DraftAutotune
@@ -88,8 +89,8 @@ def _gguf_layouts(folder: Path, stack: ExitStack, every: bool) -> Target:
     def read(raw: bytes) -> None:
         path.write_bytes(raw)
         try:
-            source = find_model(str(path), path=None, dtype="float32", bits="auto",
-                                device=Device(), weight_cache=None, progress=False)
+            source = find_model(EngineArgs(model=str(path), dtype="float32", weight_cache=None,
+                                           progress=False), Device())
             checkpoint, names = source.open(on_disk=False, progress=lambda done, total: None)
             with checkpoint:
                 for name, spec in source.weights.by_name().items():

@@ -10,7 +10,7 @@ import threading
 import torch
 
 from flexgen_h2o import LLM
-from flexgen_h2o.cache.kv_cache import KVCache
+from flexgen_h2o.cache.token_attention import TokenAttention
 from flexgen_h2o.engine import exclusive, prepare
 from flexgen_h2o.engine import source as loader
 from flexgen_h2o.engine.decoder import DecoderLayers
@@ -213,7 +213,7 @@ def junk_after_tokens(monkeypatch, count: int) -> None:
 
     Those at the end of a sequence are left out, so that all are taken back.
     """
-    attend = getattr(KVCache.attend_token, "original", KVCache.attend_token)
+    attend = getattr(TokenAttention.attend, "original", TokenAttention.attend)
 
     def with_junk(self, layer, batch, q, k, v, *, token, rope, **options):
         sample = [x.clone() for x in (q, k, v)]
@@ -227,7 +227,7 @@ def junk_after_tokens(monkeypatch, count: int) -> None:
         return result
 
     with_junk.original = attend
-    monkeypatch.setattr(KVCache, "attend_token", with_junk)
+    monkeypatch.setattr(TokenAttention, "attend", with_junk)
 
 
 def open_devices(monkeypatch, make) -> None:

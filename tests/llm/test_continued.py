@@ -10,6 +10,8 @@ from helpers.generation import make_prompts, token_ids
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.cache.kv_cache import KVCache
+from flexgen_h2o.cache.prefill import PromptAttention
+from flexgen_h2o.cache.token_attention import TokenAttention
 from flexgen_h2o.errors import UserError
 
 H2O = {"h2o": H2OConfig(heavy_ratio=0.15)}
@@ -43,28 +45,30 @@ def test_a_block_without_memory_is_halved(tiny_model, tmp_path, monkeypatch, cap
              **H2O) as llm:
         expected = generate(llm)
 
-    def fails(method: str, rows: Callable[..., int], most: int, after: int, error) -> Policy:
+    def fails(part: type, method: str, rows: Callable[..., int], most: int, after: int, error
+              ) -> Policy:
         """Let a method of the cache fail from its call number `after` on, beyond `most` rows."""
-        real, calls = getattr(KVCache, method), itertools.count()
+        real, calls = getattr(part, method), itertools.count()
 
         def limited(self, *args, **options):
             if next(calls) >= after and rows(*args) > most:
                 raise error
             return real(self, *args, **options)
 
-        monkeypatch.setattr(KVCache, method, limited)
+        monkeypatch.setattr(part, method, limited)
         caplog.clear()
         return Policy(gpu_batch_size=4, num_gpu_batches=2, cache=Placement(30, 0, 70),
                       refill_share=0.3)
 
     sequences = lambda shape, size, *_: size.sequences * size.batches  # noqa: E731
     new_rows = lambda layer, batch, q, *_: len(q)  # noqa: E731
-    for method, rows, most, after, error, sizes in (
-            ("__init__", sequences, 1, 0, MemoryError(), ["2 x 2", "1 x 2", "1 x 1"]),
-            ("attend_prompt", new_rows, 30, 4, torch.OutOfMemoryError("out of memory"), ["2 x 2"]),
-            ("attend_token", new_rows, 1, 9, OSError(errno.ENOMEM, "Cannot allocate memory"),
-             ["2 x 2", "1 x 2"])):
-        policy = fails(method, rows, most, after, error)
+    for part, method, rows, most, after, error, sizes in (
+            (KVCache, "__init__", sequences, 1, 0, MemoryError(), ["2 x 2", "1 x 2", "1 x 1"]),
+            (PromptAttention, "attend", new_rows, 30, 4, torch.OutOfMemoryError("out of memory"),
+             ["2 x 2"]),
+            (TokenAttention, "attend", new_rows, 1, 9,
+             OSError(errno.ENOMEM, "Cannot allocate memory"), ["2 x 2", "1 x 2"])):
+        policy = fails(part, method, rows, most, after, error)
         with LLM(folder, dtype="float32", policy=policy, offload_dir=str(tmp_path), **H2O) as llm:
             assert generate(llm) == expected
             assert llm.stats.generated_tokens == sum(map(len, expected))
@@ -76,7 +80,7 @@ def test_a_block_without_memory_is_halved(tiny_model, tmp_path, monkeypatch, cap
             f"{size} sequences" for size in sizes]
     assert list(tmp_path.iterdir()) == []
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5")
-    policy = fails("attend_token", new_rows, 0, 9, error)
+    policy = fails(TokenAttention, "attend", new_rows, 0, 9, error)
     with LLM(folder, dtype="float32", policy=policy, **H2O) as llm:
         with pytest.raises(UserError, match="too little memory for one sequence alone"):
             generate(llm)

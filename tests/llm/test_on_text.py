@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.cache.kv_cache import KVCache
+from flexgen_h2o.cache.token_attention import TokenAttention
 from flexgen_h2o.commands import generate
 from flexgen_h2o.errors import UserError
 
@@ -71,14 +71,14 @@ def test_pieces_add_up_to_the_text(llm, params, cut):
 
 
 def test_a_restarted_block_repeats_no_text(folder, monkeypatch):
-    real, calls, texts = KVCache.attend_token, itertools.count(), Texts()
+    real, calls, texts = TokenAttention.attend, itertools.count(), Texts()
 
     def fails(self, layer, batch, q, *rest, **options):
         if next(calls) >= 9 and len(q) > 1:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return real(self, layer, batch, q, *rest, **options)
 
-    monkeypatch.setattr(KVCache, "attend_token", fails)
+    monkeypatch.setattr(TokenAttention, "attend", fails)
     with LLM(folder, dtype="float32", policy=Policy(gpu_batch_size=4)) as llm:
         texts.check(llm.generate(PROMPTS, max_new_tokens=8, eos_token_id=-1, on_text=texts))
     assert next(calls) > 9

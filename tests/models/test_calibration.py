@@ -269,10 +269,9 @@ def test_activations_that_are_not_finite_are_refused(tiny_model, tmp_path, text)
 
 
 def test_ranks_use_cached_calibrated_weights(words_model, tmp_path, text):
-    source = find_model(words_model, path=None, dtype="float32", bits=4, device=Device(),
-                        progress=False)
-    args = EngineArgs(model=words_model, offload_dir=str(tmp_path), calibration=text,
-                      pipeline=object())
+    args = EngineArgs(model=words_model, dtype="float32", weight_bits=4, progress=False,
+                      offload_dir=str(tmp_path), calibration=text, pipeline=object())
+    source = find_model(args, Device())
     with pytest.raises(UserError, match="calibration runs on one rank: load the model once"):
         calibrate(source, InputProcessor(source, words_model, None), Device(), args)
     load(words_model, text).close()
@@ -286,8 +285,8 @@ def test_bos_begins_each_calibration_sequence(tiny_model, tmp_path):
 
     folder = with_words(tiny_model("llama").folder, tmp_path / "model")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, bos_token="w1")
-    source = find_model(folder, path=None, dtype="float32", bits=4, device=Device(),
-                        progress=False)
+    source = find_model(EngineArgs(model=folder, dtype="float32", weight_bits=4, progress=False),
+                        Device())
     results = []
     for front in ("", "w1 "):
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

@@ -18,6 +18,7 @@ from helpers.tiny_models import TINY
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.engine import source
+from flexgen_h2o.engine.args import EngineArgs
 from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.disk_cache import CacheFolder, build_once
@@ -302,4 +303,4 @@ def test_what_is_refused(tiny_model, options, words):
 def test_a_gpu_is_refused():
     device = types.SimpleNamespace(torch_device=torch.device("cuda"))
     with pytest.raises(UserError, match="works on a CPU only"):
-        source.find_model("gpt2", path=None, dtype="auto", bits=4, activation_bits=8, device=device)
+        source.find_model(EngineArgs(model="gpt2", weight_bits=4, activation_bits=8), device)

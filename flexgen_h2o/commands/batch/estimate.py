@@ -83,12 +83,14 @@ class InputStats:
 
 def load_tokenizer(config: RunConfig) -> InputProcessor:
     """Find a run's model, for its tokenizer and limits. Imports torch; raises `UserError`."""
+    from flexgen_h2o.engine.args import EngineArgs
     from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.engine.tokenizer import InputProcessor
     from flexgen_h2o.storage.tiers import open_device
 
-    model = find_model(config.model, path=config.path, dtype=config.dtype,
-                       bits=config.resolved_weight_bits, device=open_device(config.device))
+    model = find_model(EngineArgs(
+        model=config.model, path=config.path, dtype=config.dtype,
+        weight_bits=config.resolved_weight_bits), open_device(config.device))
     return InputProcessor(model, config.model, config.h2o())
 
 
