@@ -25,8 +25,8 @@ from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.reference import recall as reference_recall
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
+from flexgen_h2o.storage.device import Device, typed
 from flexgen_h2o.storage.links import best_gemm_rate, memory_reader
-from flexgen_h2o.storage.tiers import Device, typed
 
 DTYPE = torch.bfloat16
 COPIED_BYTES = 1 << 30

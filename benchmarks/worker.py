@@ -39,7 +39,7 @@ def peak_device_bytes() -> int | None:
 
 def run(job: dict) -> dict:
     """Measure a system or prepare it; an error becomes a status and a reason."""
-    from flexgen_h2o.storage.tiers import open_device
+    from flexgen_h2o.storage.device import open_device
 
     settings = BaselineSettings(scratch=job["scratch"], **job["settings"])
     baseline = baseline_class(job["baseline"])(settings)
@@ -92,7 +92,7 @@ def measure(baseline: Baseline, job: dict) -> dict:
 def rates(job: dict) -> dict:
     """Return this machine's rates, CPU and device."""
     from flexgen_h2o.metrics.provenance import cpu_model
-    from flexgen_h2o.storage.tiers import open_device
+    from flexgen_h2o.storage.device import open_device
 
     return {"status": OK, "cpu": cpu_model(), "device": open_device().description(),
             **measure_rates(job["file"], job["dtype"])}

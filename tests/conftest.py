@@ -15,7 +15,7 @@ from helpers.fakes import LazyDevice, PoisonedDevice
 from helpers.tiny_models import TinyModel, make_tiny
 from helpers.tiny_tokenizers import with_words
 
-from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.device import Device
 
 # The GPU kernels run under Triton's interpreter. Triton looks once, when it is first imported, and
 # torch.compile imports it.

@@ -11,8 +11,8 @@ from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.metrics.trace import LinkStats, Trace
+from flexgen_h2o.storage.device import PAGE, Device
 from flexgen_h2o.storage.disk import AlignedRead, Extent
-from flexgen_h2o.storage.tiers import PAGE, Device
 from flexgen_h2o.storage.transfer import Transfers
 
 DISK = Placement(0, 0, 100)

@@ -71,7 +71,7 @@ class Ours(Baseline):
 
     def ready(self, model: Path) -> None:
         from flexgen_h2o.planning.calibrate import load_or_calibrate
-        from flexgen_h2o.storage.tiers import open_device
+        from flexgen_h2o.storage.device import open_device
 
         config = self.config(model, self.settings)
         if config.percent == AUTO:

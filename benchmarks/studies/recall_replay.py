@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
@@ -41,14 +41,14 @@ from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import CsvWriter, format_cell, report_partial_rows
 from flexgen_h2o.files.writing import check_writable
-from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptSpan
 from flexgen_h2o.kernels.cpu.wait_policy import OpenMPWaitPolicy
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.models.sources import checkpoint_folder
+from flexgen_h2o.storage.device import Device
 from flexgen_h2o.storage.links import disk_read_rate
 from flexgen_h2o.storage.run_folder import RunFolder
-from flexgen_h2o.storage.tiers import Device
 from flexgen_h2o.storage.transfer import Transfers
 
 PAGES = Path(__file__).parents[2] / "docs"
@@ -131,7 +131,7 @@ def prefill(cache: KVCache, recording: AttentionRecording, length: int) -> None:
             cache.attend_prompt(
                 layer, 0, torch.randn(length, KV_HEADS * GROUP, HEAD_DIM).bfloat16(), k,
                 torch.randn(k.shape).bfloat16(), rope=None,
-                spans=[PromptChunk(sequence, 0, length)])
+                spans=[PromptSpan(sequence, 0, length)])
         cache.store(layer, 0, 0)
 
 
@@ -175,7 +175,8 @@ def measure(args, recording: AttentionRecording, name: str) -> dict[str, object]
                        for step in range(2, args.gen_len + 1)]
         transfers.drain()
         counts, layers = cache.recall_counts, len(seconds) * LAYERS
-        recalled = counts and counts.since(before)
+        recalled = counts and RecallCounts(*(now - then for now, then in zip(
+            astuple(counts), astuple(before), strict=True)))
         return {
             "cache": name, "dtype": "bfloat16", "layers": LAYERS, "attended_share": share or 1.0,
             "fast_set": hot_set, "cache_mb": cache.nbytes() / LAYERS / 1e6,

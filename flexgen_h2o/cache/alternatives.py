@@ -12,7 +12,7 @@ from flexgen_h2o.cache.decode_attention import PendingAttention
 from flexgen_h2o.cache.hot_set import RecallCounts
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.layers import AttentionVariant
-from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptSpan
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
 from flexgen_h2o.h2o.simulation import SimulatedCache
 from flexgen_h2o.kernels import ops
@@ -57,7 +57,7 @@ class SimulatedBlockCache(AlternativeCache):
         self.repeat = self._cache.repeat
         self.nbytes = self._cache.nbytes
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptSpan],
                       rope, sinks: Tensor | None) -> Tensor:
         """Attend within prompts; see `PromptAttention.attend`. The simulation rotates by itself."""
         return self._cache.attend_prompt(layer, batch, q, k, v, spans=spans, sinks=sinks)
@@ -87,7 +87,7 @@ class UncachedAttention(AlternativeCache):
         """Return 0: nothing is cached."""
         return 0
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptSpan], rope,
                       sinks: Tensor | None) -> Tensor:
         """Attend within whole prompts; see `PromptAttention.attend`."""
         for x in (q, k):
@@ -118,7 +118,7 @@ class ProbedCache(AlternativeCache):
         """Return 0: nothing is cached."""
         return 0
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptSpan], rope,
                       sinks: Tensor | None) -> Tensor:
         """Attend within one whole prompt; see `PromptAttention.attend`."""
         for x in (q, k):
@@ -150,7 +150,7 @@ class KeySampler(UncachedAttention):
         self._positions = positions
         self.layers: dict[int, LayerSmoothing] = {}
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptSpan], rope,
                       sinks: Tensor | None) -> Tensor:
         """Attend within the whole prompt; see `PromptAttention.attend`."""
         # A key's content hardly depends on its position, but its rotation does. Keys of a short

@@ -172,16 +172,10 @@ kv_heads, tokens, width], and the tensors of its eviction state, [kv_heads, toke
 def copy_continued(layer: int, tiers: Sequence[CacheTier], batches: Sequence[BatchLayout], *,
                    states: Mapping[tuple[int, int], EvictionState], h2o: H2OConfig | None
                    ) -> ContinuedEntries:
-    """Copy what the last block holds of continued sequences in a layer.
+    """Copy what the last block holds of sequences that continue in `batches`, in a layer.
 
-    Parameters
-    ----------
-    tiers : sequence of CacheTier
-        As the last block left them, without running transfers.
-    batches : sequence of BatchLayout
-        The next block.
-    states : mapping
-        The layer's eviction states by (batch, first sequence of the tier).
+    No transfer may be running. `states` are the last block's eviction states by (batch, first
+    sequence of the tier).
     """
     entries: ContinuedEntries = {}
     continued = [(origin, length) for batch_layout in batches
@@ -206,15 +200,9 @@ def copy_continued(layer: int, tiers: Sequence[CacheTier], batches: Sequence[Bat
 
 def write_continued(entries: ContinuedEntries, continued: Sequence[ContinuedSequence | None],
                     cache: torch.Tensor, state: EvictionState | None) -> None:
-    """Write continued sequences into their first slots.
+    """Write the continued sequences of a tier into their first slots, and into its state.
 
-    Parameters
-    ----------
-    continued : sequence of (ContinuedSequence or None)
-        The sequences of a tier; None: a new one.
-    cache : Tensor [kinds, sequences, kv_heads, slots, width]
-    state : EvictionState or None
-        Of the tier's sequences.
+    In `continued`, None is a new sequence. `cache` is [kinds, sequences, kv_heads, slots, width].
     """
     for row, origin in enumerate(continued):
         if origin is None:

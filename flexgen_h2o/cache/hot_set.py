@@ -8,7 +8,7 @@ selected tokens that their hot set lacks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from flexgen_h2o.cache.layout import Capacity, SlotLayout
 from flexgen_h2o.cache.tiers import FetchedTier, SelectedTokens
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.storage.tiers import PAGE, round_up, typed
+from flexgen_h2o.storage.device import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import Transfers
 
 
@@ -42,11 +42,6 @@ class RecallCounts:
     loads: int = 0
     prefetches: int = 0
     wait_seconds: float = 0.0
-
-    def since(self, before: RecallCounts) -> RecallCounts:
-        """Return the difference to earlier counts."""
-        return RecallCounts(*(getattr(self, field.name) - getattr(before, field.name)
-                              for field in fields(self)))
 
 
 class HotSet:

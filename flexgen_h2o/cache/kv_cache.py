@@ -84,11 +84,9 @@ class KVCache:
         self.shape = shape
         self._h2o = None if h2o is None or h2o.is_full else h2o
         self._fetches_selected = policy.selective_fetch
-        self._transfers = transfers
-        self._device = transfers.device.torch_device
         self._batch_layouts: list[BatchLayout] = []
-        self._evictions = EvictionStates(shape, self._h2o, rope=rope, device=self._device,
-                                         smoothing=smoothing)
+        self._evictions = EvictionStates(
+            shape, self._h2o, rope=rope, device=transfers.device.torch_device, smoothing=smoothing)
         counts = split(size.sequences, policy.cache) if shape.num_layers else (0, 0, 0)
 
         def new_tiers(name: str, slot_layout: SlotLayout, slots: tuple[int, ...], *,

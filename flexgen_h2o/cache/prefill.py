@@ -19,7 +19,7 @@ from flexgen_h2o.cache.tiers import CacheTier
 from flexgen_h2o.config.cache_layout import split_slots
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o import budget as budgets
-from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptSpan
 from flexgen_h2o.h2o.eviction import Cut, clear_scores_outside_window, narrow_state
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.rotary import rotated
@@ -64,7 +64,7 @@ class PromptAttention:
         self._scores.clear()
         self._prefix = ()
 
-    def attend(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
+    def attend(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptSpan],
                rope: Rope | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attend within each prompt from spans of prompts, and cache them.
 
@@ -73,7 +73,7 @@ class PromptAttention:
         q : Tensor [rows, heads, head_dim]
         k, v : Tensor [rows, kv_heads, head_dim]
             Rows of all spans, packed. q and k are rotated in place.
-        spans : sequence of PromptChunk
+        spans : sequence of PromptSpan
         rope : Rope or None
             RoPE tables of the rows.
         sinks : Tensor [heads] or None
@@ -110,7 +110,7 @@ class PromptAttention:
         self._cut_and_cache(layer, batch, spans, cached, v, scores)
         return out
 
-    def _attend_shared(self, layer: int, batch: int, span: PromptChunk, q, k, v, *, cached_keys,
+    def _attend_shared(self, layer: int, batch: int, span: PromptSpan, q, k, v, *, cached_keys,
                        attention: LayerAttention) -> torch.Tensor:
         """Attend within the prefix that several prompts share, or from the rest of one prompt.
 
@@ -134,7 +134,7 @@ class PromptAttention:
             self._prefix = k.clone(), v.clone(), cached_keys.clone(), scores
         return out
 
-    def _append(self, layer: int, batch: int, span: PromptChunk, q, k, v,
+    def _append(self, layer: int, batch: int, span: PromptSpan, q, k, v,
                 attention: LayerAttention) -> torch.Tensor:
         """Append a chunk to the cache of its sequence, and evict down to the budget."""
         tier = self._tier_of(span.sequence)
@@ -155,7 +155,7 @@ class PromptAttention:
         self._on_cached(layer, batch, tier, [(span.sequence, span.start, span.end)])
         return out
 
-    def _attend_chunk(self, layer: int, batch: int, span: PromptChunk, q, k, v,
+    def _attend_chunk(self, layer: int, batch: int, span: PromptSpan, q, k, v,
                       attention: LayerAttention) -> torch.Tensor:
         """Attend from a chunk over its whole prompt so far; cut the prompt at its end."""
         tier = next(tier for tier in self._prompt_tiers if span.sequence < tier.last)
@@ -182,7 +182,7 @@ class PromptAttention:
             self._cut_and_cache(layer, batch, [span], cached, values, self._scores.pop(key, None))
         return out
 
-    def _cut_and_cache(self, layer: int, batch: int, spans: Sequence[PromptChunk], k, v, scores
+    def _cut_and_cache(self, layer: int, batch: int, spans: Sequence[PromptSpan], k, v, scores
                        ) -> None:
         """Cut whole prompts to their budgets, and put what stays into slots.
 
@@ -236,15 +236,7 @@ class PromptAttention:
                 target[:, : len(rows)] = rows.transpose(0, 1)
 
     def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
-        """Cache the prompt of one sequence for others with the same prompt.
-
-        Parameters
-        ----------
-        source : int
-            Index in the batch of the sequence whose whole prompt `attend` has cached.
-        *targets : int
-            Indices of the other sequences.
-        """
+        """Copy the cached prompt of one sequence of a batch to others with the same prompt."""
         originals = self._prompt_tensors(layer, batch, source)
         for target in targets:
             for original, copy in zip(originals, self._prompt_tensors(layer, batch, target),

@@ -21,7 +21,7 @@ from flexgen_h2o.cache.tiers import CacheTier, FetchedTier, WriteBackLog
 from flexgen_h2o.cache.token_attention import tiers_of
 from flexgen_h2o.config.layers import RecurrentConfig
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptSpan
 from flexgen_h2o.storage.buffer_ring import StagingBuffer
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.run_folder import RunFolder
@@ -121,7 +121,7 @@ class RecurrentStates:
             tier.store(layer, batch, None)
 
     def advance(self, layer: int, batch: int, rule: Rule, *rows: Tensor,
-                spans: Sequence[PromptChunk]) -> Tensor:
+                spans: Sequence[PromptSpan]) -> Tensor:
         """Advance the states of sequences by the next tokens of each.
 
         Parameters
@@ -129,7 +129,7 @@ class RecurrentStates:
         rule : Rule
         *rows : Tensor [rows, ...]
             Its arguments: the rows of all spans, packed.
-        spans : sequence of PromptChunk
+        spans : sequence of PromptSpan
             Of different sequences, in ascending order. A state is 0 before token 0.
 
         Returns

@@ -24,7 +24,7 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import VariantArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import recall as native_recall
-from flexgen_h2o.storage.tiers import PAGE, Device, round_up
+from flexgen_h2o.storage.device import PAGE, Device, round_up
 
 
 @dataclass(frozen=True)

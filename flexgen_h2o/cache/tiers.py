@@ -22,9 +22,9 @@ import torch
 from flexgen_h2o.cache.layout import Capacity, SlotLayout
 from flexgen_h2o.config.limits import CACHE_BUFFERS, CACHE_GROWTH, WRITE_BACK_TOKENS
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
+from flexgen_h2o.storage.device import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.disk import AlignedRead, Extent
 from flexgen_h2o.storage.offload_dirs import StripedFile
-from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.transfer import D2H, H2D, Handle, TransferQueue, Transfers
 
 
@@ -78,13 +78,10 @@ class SelectedTokens:
 
 def gather_slots(values: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None
                  ) -> torch.Tensor:
-    """Return entries of some slots of each head: [sequences, kv_heads, n, width].
+    """Return entries of slots `index` [sequences, kv_heads, n] of each head.
 
-    Parameters
-    ----------
-    values : Tensor [sequences, kv_heads, slots, width], contiguous
-    index : int Tensor [sequences, kv_heads, n]
-    out : Tensor [sequences * kv_heads * n, width], optional
+    values [sequences, kv_heads, slots, width] are contiguous. The result is [sequences, kv_heads,
+    n, width], a view of `out` [sequences * kv_heads * n, width] if given.
     """
     sequences, heads, slots, width = values.shape
     rows = torch.arange(sequences * heads, device=values.device).view(sequences, heads, 1)
@@ -337,9 +334,9 @@ class FetchedTier(CacheTier):
         host = self._device.host_empty(nbytes)
         if not self._device.is_gpu:
             return StagingBuffer(host, host)
-        landing = (self.slot_layout.nbytes(sequences, 1), sequences * self.slot_layout.kv_heads * 8)
+        updates = (self.slot_layout.nbytes(sequences, 1), sequences * self.slot_layout.kv_heads * 8)
         return StagingBuffer(self._device.empty(nbytes), host,
-                             tuple(map(self._device.host_empty, landing)))
+                             tuple(map(self._device.host_empty, updates)))
 
     def _new_log(self, sequences: int) -> WriteBackLog:
         layout = self.slot_layout
@@ -454,7 +451,7 @@ class FetchedTier(CacheTier):
         if self._device.is_gpu:
             sources = (update.entries, update.slots)
             landed = [typed(buffer, 0, source.shape, source.dtype)
-                      for buffer, source in zip(staging.landing, sources, strict=True)]
+                      for buffer, source in zip(staging.updates, sources, strict=True)]
             for target, source in zip(landed, sources, strict=True):
                 queue.copy(target, source, D2H)
             queue.flush()

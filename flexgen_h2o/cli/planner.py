@@ -185,7 +185,7 @@ def _this_machine(config: RunConfig, load: Workload, prompts: int | None, texts:
     from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.engine.tokenizer import InputProcessor
     from flexgen_h2o.planning.calibrate import by_measured_rates, load_or_calibrate
-    from flexgen_h2o.storage.tiers import open_device
+    from flexgen_h2o.storage.device import open_device
 
     def show_progress(words: str) -> None:
         if config.verbose:

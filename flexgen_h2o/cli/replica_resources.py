@@ -81,7 +81,7 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
     # Imported here since they load torch.
     from flexgen_h2o.engine.args import EngineArgs
     from flexgen_h2o.engine.source import find_model
-    from flexgen_h2o.storage.tiers import open_device
+    from flexgen_h2o.storage.device import open_device
 
     # This machine may have no GPU; a GPU's dtype has as many bytes as a CPU's.
     names = {"path", "dtype", "weight_bits", "weight_cache"} & arguments.keys()

@@ -122,7 +122,7 @@ def ideal_plan_of(llm: LLM, config: RunConfig, dtype: str) -> PlanCandidate | st
     from flexgen_h2o.planning import calibrate
     from flexgen_h2o.planning.planned_run import PlannedRun
     from flexgen_h2o.planning.roofline import ideal_plan
-    from flexgen_h2o.storage.tiers import open_device
+    from flexgen_h2o.storage.device import open_device
 
     device = open_device(config.device)
     hardware = calibrate.measured_hardware(device, config.offload_dir, dtype)

@@ -176,7 +176,7 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
 def _hardware(config: RunConfig, llm: LLM) -> Hardware | str:
     """Return the measured figures of this machine, or why they are not known."""
     from flexgen_h2o.planning.calibrate import measured_hardware  # imports torch
-    from flexgen_h2o.storage.tiers import open_device
+    from flexgen_h2o.storage.device import open_device
 
     return measured_hardware(open_device(config.device), config.offload_dir,
                              str(llm.dtype).removeprefix("torch."))

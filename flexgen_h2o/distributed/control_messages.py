@@ -19,7 +19,7 @@ from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.distributed.heartbeat import IDLE, WORKING
 from flexgen_h2o.distributed.pipeline import Pipeline, RankContext
 from flexgen_h2o.errors import InsufficientMemory, UserError, short_repr
-from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.device import Device
 
 
 class Generate(msgspec.Struct, tag=True):
@@ -128,17 +128,9 @@ class ControlChannel:
             raise UserError(f"{call} is for one rank: load the model without a pipeline")
 
     def send(self, message: ControlMessage, run: object = None) -> None:
-        """Send a message from the first rank to all others; on other ranks a no-op.
+        """Send a message about a run from the first rank to all others; on other ranks a no-op.
 
-        Parameters
-        ----------
-        run : object, optional
-            The run that the message is about.
-
-        Raises
-        ------
-        UserError
-            The message is a `RunBlock` of a run that is not the latest one.
+        Raise `UserError` for a `RunBlock` of a run that is not the latest one.
         """
         if self._pipeline is None or self._pipeline.rank > 0:
             return

@@ -13,7 +13,7 @@ from itertools import accumulate, islice
 
 from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.h2o.batch_layout import BatchLayout, ContinuedSequence, PromptChunk, prefill_passes
+from flexgen_h2o.h2o.batch_layout import BatchLayout, ContinuedSequence, PromptSpan, prefill_passes
 from flexgen_h2o.outputs import TokenLogProb
 
 
@@ -154,7 +154,7 @@ class GPUBatch:
         return any(prefix for _, prefix in self._groups) or any(
             len(sequences) > 1 for sequences in self.duplicates.values())
 
-    def sharers(self, span: PromptChunk) -> list[int]:
+    def sharers(self, span: PromptSpan) -> list[int]:
         """Return the other sequences that begin with the tokens up to the end of a span.
 
         These are sequences with an equal prompt or, for a common prefix, the first of each equal
@@ -165,7 +165,7 @@ class GPUBatch:
         return next((leads[1:] for leads, prefix in self._groups
                      if leads[0] == span.sequence and span.end == prefix), [])
 
-    def spans(self, forward_pass: int) -> Iterator[PromptChunk]:
+    def spans(self, forward_pass: int) -> Iterator[PromptSpan]:
         """Yield the parts of prompts in a forward pass of the prefill, in the order of rows.
 
         A common prefix comes once, as a part of the first prompt; then come the parts after it.
@@ -173,7 +173,7 @@ class GPUBatch:
         spans = list(self.layout.spans(forward_pass))
         for leads, prefix in self._groups:
             if prefix:
-                yield PromptChunk(leads[0], 0, prefix)
+                yield PromptSpan(leads[0], 0, prefix)
             yield from (replace(spans[lead], start=max(spans[lead].start, prefix))
                         for lead in leads)
 
@@ -214,7 +214,7 @@ class GPUBatch:
 
         A longer span is its own chunk.
         """
-        spans: list[PromptChunk] = []
+        spans: list[PromptSpan] = []
         row = rows = 0
         for span in self.spans(forward_pass):
             if not len(span):
@@ -232,7 +232,7 @@ class GPUBatch:
 class RowChunk:
     """Parts of prompts that are computed together: rows row:end of a batch."""
 
-    spans: tuple[PromptChunk, ...]
+    spans: tuple[PromptSpan, ...]
     row: int
     end: int
 

@@ -39,8 +39,8 @@ from flexgen_h2o.files.readers import read_json_records, read_text
 from flexgen_h2o.kernels.matrix import ShardedMatrix
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.models.tensors import TensorSpec
+from flexgen_h2o.storage.device import Device
 from flexgen_h2o.storage.free_memory import free_memory
-from flexgen_h2o.storage.tiers import Device
 
 SEQUENCES, LENGTH = 16, 512
 """Upper limits of the sequences of the text, and of the tokens of each."""

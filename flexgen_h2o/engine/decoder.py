@@ -20,7 +20,7 @@ from flexgen_h2o.engine.schedule import Action, num_units
 from flexgen_h2o.engine.weight_files import Weight, attention_sinks
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace
-from flexgen_h2o.h2o.batch_layout import PromptChunk
+from flexgen_h2o.h2o.batch_layout import PromptSpan
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.models import family
 from flexgen_h2o.models.model_config import ModelConfig
@@ -157,17 +157,9 @@ class DecoderLayers:
 
     def logits(self, action: Action, selected: torch.Tensor
                ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Compute the logits of selected rows of a batch, chunk by chunk.
+        """Compute the logits of selected rows of a batch (int64, on the host), chunk by chunk.
 
-        Parameters
-        ----------
-        selected : Tensor int64 [rows]
-            On the host.
-
-        Yields
-        ------
-        (int, Tensor float [chunk_rows, vocab])
-            Index of the chunk's first row among `selected`, and the logits.
+        Yield the index of the chunk's first row among `selected`, and logits [chunk_rows, vocab].
         """
         batch, weights, x = self._operands(action)
         if batch.has_shared_rows or len(selected) < len(x):
@@ -258,7 +250,7 @@ class DecoderLayers:
         # A finished sequence repeats its newest token. Nothing reads its state any more.
         token = batch.token(forward_pass)
         lengths = [batch.layout.tokens(sequence, token) for sequence in range(len(batch))]
-        spans = tuple(PromptChunk(sequence, length - 1, length)
+        spans = tuple(PromptSpan(sequence, length - 1, length)
                       for sequence, length in enumerate(lengths))
         self._advance_rows(action, weights, x, RowChunk(spans, 0, len(batch)))
 
@@ -286,13 +278,13 @@ class DecoderLayers:
         self._family.recurrent(self._config, weights, x, advance, self._operations)
         self._finish_residual(action, weights, x, chunk.row, prompt_starts)
 
-    def _attend_prompts(self, action: Action, spans: Sequence[PromptChunk], qkv,
+    def _attend_prompts(self, action: Action, spans: Sequence[PromptSpan], qkv,
                         rope, sinks: torch.Tensor | None) -> torch.Tensor:
         """Attend within prompts, and cache them; q, k and v are [rows, heads, head_dim]."""
         return self._cache.attend_prompt(self._cache_layer(action), action.batch, *qkv, spans=spans,
                                          rope=rope, sinks=sinks)
 
-    def _attend_shared_prompts(self, action: Action, spans: Sequence[PromptChunk], qkv,
+    def _attend_shared_prompts(self, action: Action, spans: Sequence[PromptSpan], qkv,
                                rope, sinks: torch.Tensor | None) -> torch.Tensor:
         """Attend within prompts that several sequences share, and copy the cache to each sequence.
 

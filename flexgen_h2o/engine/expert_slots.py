@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,17 +52,10 @@ class ChoiceCounter:
 
     def add(self, layer: int, ids: Tensor, counts: Sequence[int],
             prompt_starts: Sequence[slice] = ()) -> None:
-        """Count the choices of a layer.
+        """Count the choices of a layer among the layers of this rank.
 
-        Parameters
-        ----------
-        layer : int
-            Decoder layer among the layers of this rank.
-        ids : int64 Tensor [tokens, experts per token]
-        counts : sequence of int
-            Tokens of each expert that count.
-        prompt_starts : sequence of slice
-            The tokens that begin each prompt.
+        `counts` are the tokens of each expert that count. `prompt_starts` are the tokens that begin
+        each prompt; their choices are `ids`, int64 [tokens, experts per token].
         """
         totals = self._counts.setdefault(layer, [0] * self._experts.count)
         self._counts[layer] = [total + new for total, new in zip(totals, counts, strict=True)]
@@ -108,11 +101,6 @@ class ExpertCounts:
     prefetches: int = 0
     prefetch_hits: int = 0
     bytes: int = 0
-
-    def since(self, before: ExpertCounts) -> ExpertCounts:
-        """Return the difference to earlier counts."""
-        return ExpertCounts(*(getattr(self, item.name) - getattr(before, item.name)
-                              for item in fields(self)))
 
 
 def put(table: ExpertTable, number: int, weights: Mapping[str, Weight]) -> None:

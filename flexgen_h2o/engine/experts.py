@@ -142,22 +142,11 @@ class HostExperts:
 
     def start(self, keys: Sequence[ExpertKey], x: Tensor, ids: Tensor, routing_weights: Tensor
               ) -> tuple[Tensor, Tensor, Handle]:
-        """Start the computation of some experts.
+        """Start the computation of chosen experts (layer, number) of one layer, in host memory.
 
-        Parameters
-        ----------
-        keys : sequence of (layer, number)
-            Chosen experts of one layer, in host memory.
-        x : Tensor [rows, hidden], on the GPU
-        ids, routing_weights : Tensor [rows, experts per token], on the GPU
-
-        Returns
-        -------
-        int64 Tensor [n], on the GPU
-            The rows that chose any of these experts.
-        Tensor [n, hidden] of `sums_dtype`, on the GPU
-            Their weighted sums, valid once the handle is done.
-        Handle
+        x [rows, hidden], ids and routing_weights [rows, experts per token] are on the GPU, and so
+        are the results: the n rows that chose any of these experts, int64, and their weighted sums
+        [n, hidden] of `sums_dtype`, valid once the handle is done.
         """
         numbers = torch.tensor([number for _, number in keys], device=ids.device)
         rows = torch.isin(ids, numbers).any(1).nonzero().flatten()

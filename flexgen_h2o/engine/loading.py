@@ -31,9 +31,9 @@ from flexgen_h2o.kernels.torch_ops import limit_shape_caches
 from flexgen_h2o.metrics.provenance import sampled_memory
 from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.models.positions import context
+from flexgen_h2o.storage.device import Device
 from flexgen_h2o.storage.free_memory import resident_bytes
 from flexgen_h2o.storage.run_folder import RunFolder
-from flexgen_h2o.storage.tiers import Device
 from flexgen_h2o.storage.transfer import Transfers
 
 SAMPLED_TOKENS = 512

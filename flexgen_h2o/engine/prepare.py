@@ -24,7 +24,7 @@ from flexgen_h2o.models.positions import (
     check_speculation,
     longest_prompt,
 )
-from flexgen_h2o.storage.tiers import Device, open_device
+from flexgen_h2o.storage.device import Device, open_device
 
 
 @dataclass(frozen=True, eq=False)

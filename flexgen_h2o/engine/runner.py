@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -299,13 +300,11 @@ class Runner:
             sum(len(batch) * batch.layout.longest for batch in block))
         stats.links = links.totals()
         if experts_before is not None:
-            for name, count in asdict(self._experts.counts.since(experts_before)).items():
-                setattr(stats, f"expert_{name}", count)
+            _set_counts(stats, "expert", self._experts.counts, experts_before)
             stats.expert_choices = self._experts.choices.summary(self.stage_config.num_layers)
             self._experts.history = sum_choices((self._experts.history, stats.expert_choices))
         if recalls is not None:
-            for name, count in asdict(workspace.cache.recall_counts.since(recalls)).items():
-                setattr(stats, f"recall_{name}", count)
+            _set_counts(stats, "recall", workspace.cache.recall_counts, recalls)
         if self._exchange is not None:
             stats.sent_bytes = self._exchange.sent_bytes - sent_before
         stats.peak_device_bytes = device.peak_bytes()
@@ -325,3 +324,9 @@ class Runner:
                 cache_shape(config.select_layers(layers), self.args.cache, self.source.dtype
                             ).token_bytes() for layers in config.cache_groups),
             weight_bytes=self._weight_bytes, weight_bits=self.source.bits)
+
+
+def _set_counts(stats: RunStats, kind: str, counts: Any, before: Any) -> None:
+    """Set the fields of a kind, such as `expert_hits`, to the counts since `before`."""
+    for name, count in asdict(counts).items():
+        setattr(stats, f"{kind}_{name}", count - getattr(before, name))

@@ -60,7 +60,7 @@ from flexgen_h2o.models.registry import (
 )
 from flexgen_h2o.models.sources import checkpoint_folder, gguf_of
 from flexgen_h2o.models.tensors import ModelWeights, TensorSpec
-from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.device import Device
 
 _log = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ from flexgen_h2o.kernels.matrix import Matrix
 from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.models.tensors import TensorSpec
+from flexgen_h2o.storage.device import PAGE, round_up, typed
 from flexgen_h2o.storage.disk import AlignedRead, Checksums, Extent, plan_reads
 from flexgen_h2o.storage.offload_dirs import StripedFile
 from flexgen_h2o.storage.run_folder import RunFolder
-from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import Transfers
 
 ALIGN = 64
@@ -354,15 +354,8 @@ class WeightFiles:
     def read(self, buffer: WeightBuffer, out: torch.Tensor, *, ahead: bool = False) -> None:
         """Read a buffer that needs no conversion into `out`, uint8 [nbytes or more], on the host.
 
-        Parameters
-        ----------
-        ahead : bool
-            See `Disk.read`.
-
-        Raises
-        ------
-        UserError
-            A read fails, or bytes have changed and `verify` is on.
+        `ahead` is as of `Disk.read`. Raise `UserError` if a read fails, or bytes have changed and
+        `verify` is on.
         """
         self._disk.read(buffer.reads, out, ahead=ahead)
         for name, extent in buffer.extents.items():
@@ -392,20 +385,10 @@ class WeightFiles:
         self._checkpoint.read(self._names[spec.name], typed(out, offset, shape, dtype))
 
     def read_rows(self, spec: TensorSpec, index: torch.Tensor) -> tuple[Weight, torch.Tensor]:
-        """Read the rows of a table on disk.
+        """Read the rows `index`, int64 [n] on the host, of a table on disk.
 
-        Parameters
-        ----------
-        spec : TensorSpec [rows, columns]
-        index : int64 Tensor [n], on the host
-
-        Returns
-        -------
-        Weight
-            The tiles that contain the rows: single rows, or `MATRIX_TILE` rows of a quantized
-            table.
-        int64 Tensor [n]
-            The rows' numbers in these tiles.
+        Return the tiles that contain the rows (single rows, or `MATRIX_TILE` rows of a quantized
+        table), and the rows' numbers in these tiles, int64 [n].
         """
         rows, columns = spec.shape
         layout = self.weight_format.layout(spec)

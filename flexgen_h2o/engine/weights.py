@@ -32,6 +32,7 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix, ShardedMatrix
 from flexgen_h2o.models.tensors import ModelWeights, TensorSpec
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
+from flexgen_h2o.storage.device import PAGE, Arena, Device, round_up
 from flexgen_h2o.storage.placement import (
     assign,
     compute_tiers,
@@ -41,7 +42,6 @@ from flexgen_h2o.storage.placement import (
     pool_experts,
 )
 from flexgen_h2o.storage.run_folder import RunFolder
-from flexgen_h2o.storage.tiers import PAGE, Arena, Device, round_up
 from flexgen_h2o.storage.transfer import H2D, TransferQueue, Transfers
 
 
@@ -273,10 +273,7 @@ class WeightStore:
     def fetch(self, index: int, times: int = 1) -> None:
         """Start fetching a unit to compute memory; a no-op if it is resident.
 
-        Parameters
-        ----------
-        times : int
-            Number of passes of compute through the unit before the next unit.
+        Compute passes through the unit `times` times before the next unit.
         """
         if self._stream is not None:
             self._stream.schedule(index, times)
@@ -287,14 +284,9 @@ class WeightStore:
 
     def load_unit(self, queue: TransferQueue, staging: StagingBuffer, *, unit: UnitWeights,
                   ahead: bool = False) -> None:
-        """Fill a staging buffer with the weights of a unit that are not resident.
+        """Fill a staging buffer with the weights of a unit that are not resident; a job of `queue`.
 
-        Parameters
-        ----------
-        queue : TransferQueue
-            The queue that runs this job.
-        ahead : bool
-            See `Disk.read`.
+        `ahead` is as of `Disk.read`.
         """
         start = 0
         for buffer in unit.fetched:
@@ -364,15 +356,8 @@ class WeightStore:
     def lookup(self, table: str, index: torch.Tensor) -> torch.Tensor:
         """Gather rows of an embedding table on its own tier; only these rows are copied.
 
-        Parameters
-        ----------
-        table : str
-            Local name in the embedding unit.
-        index : int64 Tensor [rows], on the host
-
-        Returns
-        -------
-        Tensor [rows, dim] on the compute device
+        `table` is its local name, and `index` int64 [rows], on the host. The result is [rows, dim]
+        on the compute device.
         """
         weight = self._tables.get(table)
         if weight is None:

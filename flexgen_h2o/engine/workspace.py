@@ -27,11 +27,11 @@ from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import rope_tables
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
+from flexgen_h2o.storage.device import PAGE, round_up, typed
 from flexgen_h2o.storage.disk import AlignedRead, Extent
 from flexgen_h2o.storage.offload_dirs import OffloadDirs
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.run_folder import RunFolder
-from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import D2H, H2D, TransferQueue, Transfers
 
 BlockCache = KVCache | GroupedCache | AlternativeCache

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class PromptChunk:
+class PromptSpan:
     """Tokens start:end of the prompt of a sequence, by its place in the batch."""
 
     sequence: int
@@ -132,17 +132,17 @@ class BatchLayout:
         """Distinct pairs of prompt length and limit."""
         return {(length, self.limit(sequence)) for sequence, length in enumerate(self.lengths)}
 
-    def spans(self, forward_pass: int) -> Iterator[PromptChunk]:
+    def spans(self, forward_pass: int) -> Iterator[PromptSpan]:
         """Yield the span of every prompt in a prefill pass, including empty spans."""
         for sequence, length in enumerate(self.lengths):
             if self.origin(sequence) is not None:
-                yield PromptChunk(sequence, length, length)
+                yield PromptSpan(sequence, length, length)
                 continue
             if self.chunk is None:
-                yield PromptChunk(sequence, self.past, length)
+                yield PromptSpan(sequence, self.past, length)
                 continue
             end = max(self.past, length + self.token(forward_pass) * self.chunk)
-            yield PromptChunk(sequence, max(self.past, end - self.chunk), end)
+            yield PromptSpan(sequence, max(self.past, end - self.chunk), end)
 
     @property
     def appends(self) -> bool:

@@ -16,7 +16,7 @@ from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.config.limits import EMPTY
-from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptSpan
 from flexgen_h2o.h2o.budget import Budget, budget, num_selected
 from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
@@ -94,7 +94,7 @@ class SimulatedCache:
         """Return the bytes of all keys and values, in float32."""
         return sum(cache.keys.nbytes + cache.values.nbytes for cache in self._caches.values())
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptSpan],
                       sinks: Tensor | None = None) -> Tensor:
         """Attend within prompts and cache them; see `PromptAttention.attend`."""
         outputs, row = [], 0

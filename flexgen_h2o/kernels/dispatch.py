@@ -90,6 +90,7 @@ ARCHITECTURES = ("float32", "sm_75", "sm_80", "sm_90")
 _NO_TENSOR_CORES = ("float32", "sm_75")
 _TENSOR_CORES = ("sm_80", "sm_90")
 GPU_TABLE = (
+    # Causal attention of prompts with scores: a blockwise kernel, or torch.matmul.
     DispatchRule("scored_prefill", _NO_TENSOR_CORES, "matmul",
          why="Triton uses no tensor cores there: its blocks run as fused multiply-adds (a "
              "T4's 8.1 TFLOP/s, by its data sheet), and spill from 64 x 32 on. cuBLAS uses "
@@ -99,6 +100,7 @@ GPU_TABLE = (
              "gpu_static.csv). H200, 32 heads of 128, 4,096 tokens: 0.36 ms, and 0.21 for "
              "the scores; PyTorch without scores 0.27 by cuDNN, which costs 50 ms for each "
              "new length, and 0.50 by FlashAttention."),
+    # The query heads of a KV head in a decode step: together on tensor cores, or one by one.
     DispatchRule("decode_attention", _NO_TENSOR_CORES, "vectors",
          why="A block of 16 rows would be multiplied for each group of heads, by fused "
              "multiply-adds; vectors multiply existing heads only. The cache comes from the "
@@ -106,6 +108,8 @@ GPU_TABLE = (
     DispatchRule("decode_attention", _TENSOR_CORES, "matrix units",
          why="The cache is read once for all heads of a group (bytes_per_flop of "
              "benchmarks/results/gpu_static.csv)."),
+    # Matmul with a quantized weight: kernels with and without tensor cores, or cuBLAS with slices
+    # of the weight that are dequantized. Then the same for MXFP4 and 12-bit weights.
     DispatchRule("linear_quantized", _NO_TENSOR_CORES, "vectors", max_rows=8,
          why="A weight costs about 3 instructions and one a row: 8 rows of 4096 x 16384 in 4 "
              "bits 0.18 ms of a T4's arithmetic and 0.12 ms of its bandwidth, unpacked 1.0 ms "
@@ -198,16 +202,8 @@ def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
 def select_implementation(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str:
     """Return the implementation of an operation to use, one of `available`.
 
-    Parameters
-    ----------
-    operation : str
-        A key of `IMPLEMENTATIONS`.
-    rows : int
-        Rows of the matmul; tokens of prefill attention.
-    dtype : torch.dtype
-        Data type of the inputs.
-    bits : int
-        Bit width of the weights: 16, 12, 8 or 4.
+    `rows` are of a matmul, or tokens of prefill attention; `dtype` is of the inputs, and `bits` are
+    of the weights: 16, 12, 8 or 4.
     """
     if is_batch_invariant():
         return _invariant_implementation(operation, dtype)
@@ -280,16 +276,8 @@ def select_gpu_implementation(operation: str, rows: int, dtype: torch.dtype, gpu
                               ) -> str:
     """Return the implementation of an operation to use on a GPU, by `GPU_TABLE`.
 
-    Parameters
-    ----------
-    operation : str
-        A key of `GPU_IMPLEMENTATIONS`.
-    rows : int
-        Rows of the matmul; attention ignores them.
-    dtype : torch.dtype
-        Data type of the inputs.
-    gpu : GPU or None
-        None, in Triton's interpreter: the newest architecture.
+    `rows` are of a matmul, `dtype` is of the inputs. A GPU of None (Triton's interpreter) counts as
+    the newest architecture.
     """
     newest = gpu is None or gpu.architecture >= 90
     gpu_set = "float32" if dtype == torch.float32 else (

@@ -16,18 +16,5 @@ IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
 }
 """Implementations on a CPU by operation. The first is the default."""
 
-GPU_IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
-    # Causal attention of prompts with scores: a blockwise kernel, or torch.matmul.
-    "scored_prefill": ("blocks", "matmul"),
-    # The query heads of a KV head in a decode step: together on tensor cores, or one by one.
-    "decode_attention": ("matrix units", "vectors"),
-    # Matmul with a quantized weight: kernels with and without tensor cores, or cuBLAS with slices
-    # of the weight that are dequantized.
-    "linear_quantized": ("matrix units", "vectors", "unpacked"),
-    # The same for MXFP4 and 12-bit weights.
-    "linear_short_floats": ("vectors", "unpacked"),
-}
-"""Implementations on a GPU by operation. `dispatch.GPU_TABLE` chooses; nothing is timed."""
-
 AutotuneTable = Mapping[str, Mapping[int, Mapping[int, str]]]
 """The fastest implementation by operation, bit width of the weights, and rows, as timed."""

@@ -15,19 +15,10 @@ from flexgen_h2o.kernels.torch_ops import chunk_rows
 
 
 def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the rows of packed sequences in place.
+    """Rotate the rows of packed sequences x [rows, heads, head_dim] in place, and return x.
 
-    Parameters
-    ----------
-    x : Tensor [rows, heads, head_dim]
-        Any strides.
-    cos, sin : Tensor [rows, rotary_dim / 2]
-        In x's dtype, products are rounded to it; in a wider dtype, only the result is rounded.
-
-    Returns
-    -------
-    Tensor
-        x itself.
+    With cos and sin [rows, rotary_dim / 2] in x's dtype, products are rounded to it; in a wider
+    dtype, only the result is rounded.
     """
     rows = chunk_rows(x)
     for chunk, c, s in zip(x.split(rows), cos[:, None].split(rows), sin[:, None].split(rows),
@@ -42,16 +33,8 @@ def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return a rotated copy of x.
 
-    Parameters
-    ----------
-    x : Tensor [..., head_dim]
-    cos, sin : Tensor [..., rotary_dim / 2]
-        Broadcastable over the leading dimensions of x.
-
-    Returns
-    -------
-    Tensor [..., head_dim]
-        In x's dtype; computed in the tables' dtype if that is wider.
+    x is [..., head_dim]; cos and sin [..., rotary_dim / 2] broadcast over its leading dimensions.
+    The result has x's dtype, and is computed in the tables' dtype if that is wider.
     """
     wide = torch.promote_types(x.dtype, cos.dtype)
     return rotate_(x.to(wide, copy=True), cos, sin).to(x.dtype)
@@ -61,11 +44,8 @@ def rotated_to(x: Tensor, positions: Tensor, rope: Callable[[Tensor], tuple[Tens
                ) -> Tensor:
     """Return x rotated to positions; x itself if `rope` returns None.
 
-    Parameters
-    ----------
-    x : Tensor [heads, tokens, head_dim]
-    positions : Tensor [heads or 1, tokens]
-    rope : callable (positions [n]) -> cosines and sines [n, rotary_dim / 2], or None
+    x is [heads, tokens, head_dim], positions are [heads or 1, tokens]. `rope` returns cosines and
+    sines [n, rotary_dim / 2] of positions [n].
     """
     tables = rope(positions.flatten())
     if tables is None:

@@ -52,15 +52,8 @@ def limit_shape_caches() -> None:
 def argmax(logits: Tensor) -> tuple[list[int], list[float]]:
     """Return the token with the highest logit in each row, the first of equals, and the logit.
 
-    Parameters
-    ----------
-    logits : Tensor [rows, vocab]
-
-    Returns
-    -------
-    list of int
-    list of float
-        Not finite for an invalid row: one with NaN, or with every token masked.
+    logits are [rows, vocab]. The result of a row with NaN, or with every token masked, is not
+    finite.
     """
     tops, tokens = logits.max(-1)  # argmax() takes far longer on a CPU
     return to_host(tokens, tops)

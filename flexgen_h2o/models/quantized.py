@@ -22,8 +22,8 @@ from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
 from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint
 from flexgen_h2o.models.convert import ByteProgress, natural_key, write_weights
 from flexgen_h2o.models.tensors import TensorSpec
+from flexgen_h2o.storage.device import Device, typed
 from flexgen_h2o.storage.disk import Disk, plan_reads
-from flexgen_h2o.storage.tiers import Device, typed
 
 _VERSION = 3  # raise it when the bytes change, which invalidates older caches
 _ALIGN = 64

@@ -49,12 +49,12 @@ from flexgen_h2o.planning.hardware import (
     load_hardware,
     save_hardware,
 )
+from flexgen_h2o.storage.device import Device, typed
 from flexgen_h2o.storage.disk import READ
 from flexgen_h2o.storage.free_memory import folders_by_disk, nearest_folder, whole_memory
 from flexgen_h2o.storage.links import copy_rates, disk_read_rate, disk_write_rate
 from flexgen_h2o.storage.offload_dirs import AnyDirs, AnyPath, OffloadDirs
 from flexgen_h2o.storage.run_folder import RunFolder
-from flexgen_h2o.storage.tiers import Device, typed
 from flexgen_h2o.storage.transfer import Transfers
 
 ProgressCallback = Callable[[str], object]

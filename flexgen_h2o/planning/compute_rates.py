@@ -34,8 +34,8 @@ from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.models.tensors import TensorSpec
 from flexgen_h2o.planning.hardware import BILLION, BITS, ROWS
+from flexgen_h2o.storage.device import Device
 from flexgen_h2o.storage.links import disk_beside
-from flexgen_h2o.storage.tiers import Device
 
 MIN_SECONDS = 1e-9
 """Lower bound of a difference of times, which noise could make negative."""

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from flexgen_h2o.storage.device import Event
 from flexgen_h2o.storage.disk import Extent
-from flexgen_h2o.storage.tiers import Event
 from flexgen_h2o.storage.transfer import Handle, TransferQueue, Transfers
 
 Key = TypeVar("Key", bound=Hashable)
@@ -46,8 +46,8 @@ class StagingBuffer:
     host : uint8 Tensor or None
         In host memory, on the way between disk and GPU; the same tensor as `device` if compute
         memory is host memory.
-    landing : tuple of uint8 Tensor
-        In host memory, for results of compute that are copied down separately.
+    updates : tuple of uint8 Tensor
+        In host memory, for single slots that are copied from the GPU.
     loaded : Handle or None
         The job that fills the buffer; None if compute fills it.
     busy : list of Handle
@@ -58,7 +58,7 @@ class StagingBuffer:
 
     device: Tensor
     host: Tensor | None = None
-    landing: tuple[Tensor, ...] = ()
+    updates: tuple[Tensor, ...] = ()
     loaded: Handle | None = None
     busy: list[Handle] = field(default_factory=list)
     free: Event | None = None

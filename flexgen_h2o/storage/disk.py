@@ -25,9 +25,9 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.storage.device import HUGE_PAGE, PAGE, round_up
 from flexgen_h2o.storage.offload_dirs import StripedFile
 from flexgen_h2o.storage.run_folder import offload_error
-from flexgen_h2o.storage.tiers import HUGE_PAGE, PAGE, round_up
 
 log = logging.getLogger(__name__)
 
@@ -191,18 +191,10 @@ class Disk:
                            r.buffer_offset, r.nbytes) for r in reads), ahead=ahead)
 
     def read_by(self, path: Path, kernel: Callable[..., tuple[int, int]]) -> int:
-        """Let a kernel read a file. After an error, use `read` for the rest: it reports errors.
+        """Let ``kernel(file=, direct=) -> (done, nbytes)`` read a file, and return `done`.
 
-        Parameters
-        ----------
-        kernel : callable (file, direct) -> (done, nbytes)
-            Gets a file descriptor, and whether it bypasses the page cache. Returns the amount of
-            work that is done, and the bytes that were read.
-
-        Returns
-        -------
-        int
-            The amount of work that is done.
+        `direct` says that the file descriptor bypasses the page cache; `done` is the amount of work
+        that is done. After an error, use `read` for the rest: it reports errors.
         """
         try:
             descriptor = self._open(path, writing=False)

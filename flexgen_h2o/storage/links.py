@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from flexgen_h2o.storage.device import PAGE, Device, typed
 from flexgen_h2o.storage.disk import CHUNK, WORKERS, AlignedRead, Disk, Extent
-from flexgen_h2o.storage.tiers import PAGE, Device, typed
 
 REPEATS = 5
 LOAD_THREADS = 2

@@ -17,19 +17,8 @@ def assign(sizes: Iterable[tuple[Name, int]], placement: Placement) -> dict[Name
 
     Each tensor goes to the tier that is furthest behind its share of the bytes so far. For every
     prefix of the tensors, no tier is short by more than 5/6 of the largest tensor. Consecutive
-    layers therefore have about the same offloaded bytes (FlexGen rounds per layer).
-
-    Parameters
-    ----------
-    sizes : iterable of (name, bytes)
-        In the order in which the run uses the tensors.
-    placement : Placement
-        Percentages for gpu, cpu, disk.
-
-    Returns
-    -------
-    dict
-        Name to ``"gpu"``, ``"cpu"`` or ``"disk"``.
+    layers therefore have about the same offloaded bytes (FlexGen rounds per layer). `sizes` are
+    (name, bytes) in the order in which the run uses the tensors.
     """
     fractions = placement.fractions()
     behind = [0.0, 0.0, 0.0]
@@ -70,12 +59,8 @@ def place_first(nbytes: int, total: int, placement: Placement, tiers: Sequence[s
               ) -> tuple[str | None, Placement]:
     """Place one tensor of `nbytes`, of `total` bytes, on the first of `tiers` whose share suffices.
 
-    Returns
-    -------
-    tier : str or None
-        None if no share suffices.
-    rest : Placement
-        Placement of the other bytes, so that all bytes together match `placement`.
+    Return that tier, or None, and the placement of the other bytes, so that all bytes together
+    match `placement`.
     """
     for tier in tiers:
         capacity = getattr(placement, tier) / 100 * total
@@ -89,12 +74,7 @@ def place_first(nbytes: int, total: int, placement: Placement, tiers: Sequence[s
 def shard_rows(outputs: int, nbytes: int, layer: int) -> int:
     """Return the rows of each shard of a matrix: a multiple of `MATRIX_TILE`, or all.
 
-    Parameters
-    ----------
-    outputs, nbytes : int
-        Rows and bytes of the matrix.
-    layer : int
-        Bytes of a decoder layer.
+    The matrix has `outputs` rows and `nbytes` bytes, a decoder layer `layer` bytes.
     """
     max_bytes = max(layer // SHARDS_PER_LAYER, MIN_SHARD_BYTES)
     rows = -(-outputs // -(-nbytes // max_bytes))
@@ -103,18 +83,10 @@ def shard_rows(outputs: int, nbytes: int, layer: int) -> int:
 
 def place_experts(dense_bytes: int, experts: int, placement: Placement,
                   expert_placement: Placement | None) -> tuple[Placement, Placement]:
-    """Return the placements of a model's experts and of its other weights, the others first.
+    """Return the placements of the dense weights (in bytes) and of the experts (in bytes).
 
-    Parameters
-    ----------
-    dense_bytes, experts : int
-        Bytes.
-    placement : Placement
-        Placement of the other weights, if `expert_placement` is set. Otherwise the placement of all
-        weights together, in which the other weights get the fastest memory first, because every
-        token needs them.
-    expert_placement : Placement or None
-        Placement of the experts.
+    Without `expert_placement`, `placement` is of all weights together. Dense weights then get the
+    fastest memory first, because every token needs them.
     """
     if expert_placement is not None or experts == 0:
         return placement, expert_placement or placement

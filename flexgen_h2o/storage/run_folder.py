@@ -12,8 +12,8 @@ import weakref
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.storage.device import PAGE, round_up
 from flexgen_h2o.storage.offload_dirs import AnyDirs, AnyPath, OffloadDirs, StripedFile
-from flexgen_h2o.storage.tiers import PAGE, round_up
 
 log = logging.getLogger(__name__)
 

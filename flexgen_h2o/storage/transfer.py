@@ -19,8 +19,8 @@ from itertools import chain, cycle
 import torch
 
 from flexgen_h2o.metrics.trace import COMPUTE, WAITING, LinkStats, Trace
+from flexgen_h2o.storage.device import Device, Event, typed
 from flexgen_h2o.storage.disk import WORKERS, Disk
-from flexgen_h2o.storage.tiers import Device, Event, typed
 
 H2D, D2H = "cpu->gpu", "gpu->cpu"
 ATTENTION, EXPERTS, RECALLS = "attention", "host experts", "recalls"

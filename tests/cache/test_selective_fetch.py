@@ -22,7 +22,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.buffer_ring import BufferRing
-from flexgen_h2o.storage.tiers import PAGE, Device
+from flexgen_h2o.storage.device import PAGE, Device
 
 DISK, HOST = Placement(0, 0, 100), Placement(0, 100, 0)
 RECALL = H2OConfig(heavy_ratio=0.1, recall=True)

@@ -23,7 +23,7 @@ from flexgen_h2o.cache import decode_attention, tiers, token_attention
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.models import family
 from flexgen_h2o.models.registry import from_transformers
-from flexgen_h2o.storage.tiers import PAGE, round_up
+from flexgen_h2o.storage.device import PAGE, round_up
 
 NEW = 7
 tokens = partial(generation.tokens, new=NEW)

@@ -38,9 +38,9 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.engine.sampling import GenerationSampler
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.storage.device import PAGE, Pages
 from flexgen_h2o.storage.disk import WORKERS, Disk
 from flexgen_h2o.storage.run_folder import RUN_PREFIX
-from flexgen_h2o.storage.tiers import PAGE, Pages
 from flexgen_h2o.storage.transfer import QUEUES
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")

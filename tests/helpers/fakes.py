@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import torch
 
 from flexgen_h2o.kernels.dispatch import GPU
-from flexgen_h2o.storage.tiers import CopyStream, Device, Event
+from flexgen_h2o.storage.device import CopyStream, Device, Event
 
 T4, A100 = GPU(architecture=75, multiprocessors=40), GPU(architecture=80, multiprocessors=108)
 """What `assume_gpu` takes: their choices run in Triton's interpreter, on the host."""

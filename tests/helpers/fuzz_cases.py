@@ -31,7 +31,7 @@ from flexgen_h2o.models.gguf.conversion import convert_gguf
 from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.planning.hardware import load_hardware
 from flexgen_h2o.requests import request as requests
-from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.device import Device
 
 MAX_READ = 1 << 20  # elements of a tensor that a case reads
 VALUES: tuple[Any, ...] = (

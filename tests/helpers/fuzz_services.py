@@ -23,7 +23,7 @@ from flexgen_h2o.engine.speculation import DraftAutotune
 from flexgen_h2o.engine.structured_outputs import GrammarCompiler
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.disk_cache import cache_dir
-from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.device import Device
 from helpers import gguf_cases
 from helpers.fuzz_cases import MAX_READ, NUMBERS, Target, changed, damaged, json_case
 from helpers.servers import flags, request, serving

@@ -14,7 +14,7 @@ from flexgen_h2o.h2o.eviction import Eviction
 from flexgen_h2o.kernels import dispatch, torch_ops
 from flexgen_h2o.kernels.dispatch import GPU, assume_gpu
 from flexgen_h2o.kernels.reference import attention as reference
-from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.device import Device
 
 pytestmark = pytest.mark.usefixtures("mended_interpreter")
 

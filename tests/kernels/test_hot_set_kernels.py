@@ -13,7 +13,7 @@ from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.reference import recall as reference_recall
 from flexgen_h2o.kernels.reference.recall import contiguous_runs
-from flexgen_h2o.storage.tiers import PAGE, Device
+from flexgen_h2o.storage.device import PAGE, Device
 
 FETCH = [reference_recall.fetch_tokens, pytest.param(native_recall.fetch_tokens, marks=BUILT)]
 LAYOUT = PageLayout(kv_heads=3, token_bytes=700, slots=2000)  # 5 tokens of a record

@@ -8,7 +8,7 @@ from helpers.generation import make_prompts, prompts_of, tokens, transformers_to
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.storage import offload_dirs
-from flexgen_h2o.storage.tiers import PAGE
+from flexgen_h2o.storage.device import PAGE
 
 DISK = Placement(0, 0, 100)
 ON_DISK = {"weights": DISK, "cache": DISK, "activations": DISK}

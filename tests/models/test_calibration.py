@@ -26,7 +26,7 @@ from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.quantization import weight_options
 from flexgen_h2o.models.registry import from_transformers, read_config
-from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.device import Device
 
 IDS = random.Random(0).choices(range(1, 97), k=600)
 WINDOW = 256  # the positions of the tiny models

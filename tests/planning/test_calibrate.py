@@ -22,7 +22,7 @@ from flexgen_h2o.planning.calibrate import calibrate
 from flexgen_h2o.planning.compute_rates import MIN_CALLS, DecodeStep, Rates, Sizes, Timer
 from flexgen_h2o.planning.hardware import BITS, HOST_LINKS, Hardware, load_hardware, save_hardware
 from flexgen_h2o.storage import free_memory
-from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.device import Device
 
 TINY = Sizes(matrix=(48, 128), rows=(1, 3), rotated=1 << 16, heads=2, head_dim=32, prompts=(2, 8),
              sequences=2, slots=(4, 16), recalled=(8, 32), hidden=64, layer_rows=8,

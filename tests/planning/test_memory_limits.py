@@ -16,8 +16,8 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.planned_run import PlannedRun
+from flexgen_h2o.storage.device import CudaDevice, Device
 from flexgen_h2o.storage.free_memory import MemoryLimits
-from flexgen_h2o.storage.tiers import CudaDevice, Device
 
 LOAD = Workload(prompt_len=6, gen_len=3, gpu_batch_size=4, num_gpu_batches=1)
 PROMPTS = [[1, 2, 3, 4, 5, 6]] * 4

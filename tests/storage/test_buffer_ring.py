@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
-from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.device import Device
 from flexgen_h2o.storage.transfer import D2H, H2D, QUEUES, Transfers
 
 KEYS = frozenset(range(4))

@@ -27,10 +27,10 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.storage import disk as disk_module
 from flexgen_h2o.storage import offload_dirs
+from flexgen_h2o.storage.device import PAGE, Device, round_up
 from flexgen_h2o.storage.disk import READ, AlignedRead, Disk, Extent, plan_reads
 from flexgen_h2o.storage.offload_dirs import OffloadDirs
 from flexgen_h2o.storage.run_folder import RUN_PREFIX, RunFolder
-from flexgen_h2o.storage.tiers import PAGE, Device, round_up
 from flexgen_h2o.storage.transfer import ATTENTION, Transfers
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.errors import lacks_memory
-from flexgen_h2o.storage.tiers import ARENA_BYTES, HUGE_PAGE, PAGE, Arena, Device
+from flexgen_h2o.storage.device import ARENA_BYTES, HUGE_PAGE, PAGE, Arena, Device
 
 ODD = HUGE_PAGE + 7 * PAGE
 """One huge page and a little: two huge pages would be nearly twice as much."""

@@ -86,7 +86,7 @@ def load_tokenizer(config: RunConfig) -> InputProcessor:
     from flexgen_h2o.engine.args import EngineArgs
     from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.engine.tokenizer import InputProcessor
-    from flexgen_h2o.storage.tiers import open_device
+    from flexgen_h2o.storage.device import open_device
 
     model = find_model(EngineArgs(
         model=config.model, path=config.path, dtype=config.dtype,

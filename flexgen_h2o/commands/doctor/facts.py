@@ -140,7 +140,7 @@ def measured_choices(offload_dir: str) -> dict[str, str] | None:
 
     from flexgen_h2o.kernels import dispatch
     from flexgen_h2o.planning.calibrate import load_calibration
-    from flexgen_h2o.storage.tiers import Device
+    from flexgen_h2o.storage.device import Device
 
     with contextlib.suppress(OSError, UserError):
         hardware = load_calibration(Device(), offload_dir)

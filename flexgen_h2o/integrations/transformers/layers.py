@@ -20,7 +20,7 @@ from flexgen_h2o.config.layers import DEFAULT_VARIANT
 from flexgen_h2o.config.limits import CACHE_GROWTH
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget as budgets
-from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptSpan
 from flexgen_h2o.h2o.budget import Budget
 from flexgen_h2o.h2o.eviction import (
     Cut,
@@ -369,7 +369,7 @@ class SimulatedLayer(H2OLayer):
         # The simulation evicts only at a prompt's end; tokens + 1 marks a span that is not the end.
         end = tokens if self._evicts(step, sequence, tokens) else tokens + 1
         cache.resume([BatchLayout((end,), 0)])
-        return cache.attend_prompt(0, 0, q, k, v, spans=[PromptChunk(0, past, tokens)],
+        return cache.attend_prompt(0, 0, q, k, v, spans=[PromptSpan(0, past, tokens)],
                                    sinks=self._attention.sinks)
 
     def _new_cache(self, step: ForwardPass, sequence: int) -> SimulatedCache:

@@ -184,7 +184,7 @@ class FusedExperts:
         return (*scales, 16) if self.arrangement == "blocks" else scales
 
     def dtype(self, target: torch.dtype) -> torch.dtype:
-        """Return the dtype of the tensor in a converted model of dtype `target`."""
+        """See `GgufTensor.dtype`."""
         return target if self.arrangement in ("rows", "columns", "values") else torch.uint8
 
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
@@ -244,20 +244,15 @@ def fused_experts(source: Path, prefix: str, arch: Architecture, parts: Mapping[
 class FusedRows:
     """Rows of two tensors of the file, by head, as one matrix of the hub.
 
-    Attributes
-    ----------
-    shape : tuple of int
-        Shape on the hub.
-    heads : tuple of tuple of (GgufTensor, slice, bool)
-        What follows one another in each head: rows of a tensor, and whether these are columns on
-        the hub.
+    `heads` are the parts of each head, in order: rows of a tensor, and whether these are columns on
+    the hub.
     """
 
     shape: tuple[int, int]
     heads: tuple[tuple[tuple[GgufTensor, slice, bool], ...], ...]
 
     def dtype(self, target: torch.dtype) -> torch.dtype:
-        """Return the dtype of the tensor in a converted model of dtype `target`."""
+        """See `GgufTensor.dtype`."""
         return target
 
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
