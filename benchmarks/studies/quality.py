@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from flexgen_h2o.cli import measurements
 from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.parser import (
@@ -33,9 +32,10 @@ from flexgen_h2o.cli.parser import (
     parse,
 )
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.cli.values import flag
+from flexgen_h2o.cli.values import csv_flag, flag
 from flexgen_h2o.config.h2o import SINK_WINDOW_SINKS, H2OConfig
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.rows import collect_rows
 from flexgen_h2o.files.terminal import ProgressBar, print_stdout
 from flexgen_h2o.h2o import budget as cache_budget
 from flexgen_h2o.metrics.provenance import origin
@@ -229,7 +229,7 @@ class QualityOptions:
         "words", GROUPS, choices=GROUPS, metavar="GROUP",
         help=f"measure these, and full: {', '.join(GROUPS)}",
     )
-    csv: str | None = measurements.csv_flag("cache")
+    csv: str | None = csv_flag("cache")
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -261,14 +261,8 @@ def parse_args(argv: Sequence[str] | None = None) -> QualityOptions:
 def run(options: QualityOptions) -> None:
     """Measure every cache, write the rows and print the table."""
     check_outputs_writable(options, "csv")
-    rows = measure_all(options, read_articles(options.input_path))
-    print_stdout(table(rows))
-
-
-def measure_all(options: QualityOptions, texts: Sequence[str]) -> list[dict[str, object]]:
-    """Measure every cache on the articles. Rows are written to ``--csv`` one by one."""
-    return measurements.collected(options.csv, COLUMNS,
-                                  ({**origin(), **row} for row in compare(options, texts)))
+    rows = compare(options, read_articles(options.input_path))
+    print_stdout(table(collect_rows(options.csv, COLUMNS, ({**origin(), **row} for row in rows))))
 
 
 def _pairs(llm, texts: Sequence[str], options: QualityOptions):

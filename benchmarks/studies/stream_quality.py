@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from flexgen_h2o.cli import measurements
 from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.parser import (
@@ -23,6 +22,7 @@ from flexgen_h2o.cli.parser import (
     WITHOUT_PLAN,
     Parser,
     build_parser,
+    check_files,
     check_flags,
     check_from_csv,
     check_outputs_writable,
@@ -31,13 +31,13 @@ from flexgen_h2o.cli.parser import (
     parse,
 )
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.cli.values import flag
+from flexgen_h2o.cli.values import csv_flag, flag, from_csv_flag, plot_flag
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import read_csv
+from flexgen_h2o.files.rows import collect_rows, read_csv
 from flexgen_h2o.files.terminal import ProgressBar, print_stdout
 from flexgen_h2o.files.writing import catch_write_errors
-from flexgen_h2o.metrics.figures import LINES, log_scale, new_figure, save
+from flexgen_h2o.metrics.figures import LINES, check_plot, log_scale, new_figure, save
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.storage.free_memory import resident_bytes
@@ -112,9 +112,9 @@ class StreamQualityOptions:
         help="a cache has failed after three pieces in a row whose perplexity is this factor over "
         "the first pieces'",
     )
-    csv: str | None = measurements.csv_flag("piece")
-    plot: str | None = measurements.plot_flag("both figures against position")
-    from_csv: str | None = measurements.from_csv_flag()
+    csv: str | None = csv_flag("piece")
+    plot: str | None = plot_flag("both figures against position")
+    from_csv: str | None = from_csv_flag()
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -129,7 +129,9 @@ class StreamQualityOptions:
             raise UserError("--full-max-tokens has no effect without full: leave it out")
         for policy in self.policies:
             self.config(policy)  # checks that the sizes leave recent tokens
-        measurements.check_outputs(self)
+        if self.plot is not None:
+            check_plot("--plot", self.plot)
+        check_files(self, ("input_path", "from_csv", "csv", "plot"))
 
     def config(self, policy: str) -> RunConfig:
         """Return the run with one cache; positions roll in caches that evict."""
@@ -171,21 +173,19 @@ def parse_args(argv: Sequence[str] | None = None) -> StreamQualityOptions:
 def run(options: StreamQualityOptions) -> None:
     """Measure, or read measured rows; write the files and print the table."""
     check_outputs_writable(options, "csv", "plot")
-    rows = (measure_all(options, "\n\n".join(read_articles(options.input_path)))
-            if options.from_csv is None else read_rows(options.from_csv))
+    if options.from_csv is None:
+        text = "\n\n".join(read_articles(options.input_path))
+        rows = collect_rows(options.csv, COLUMNS, measure_all(options, text))
+    else:
+        rows = read_rows(options.from_csv)
     print_stdout(table(rows))
     if options.plot is not None:
         with catch_write_errors("--plot", options.plot):
             draw(rows, options.plot)
 
 
-def measure_all(options: StreamQualityOptions, text: str) -> list[dict[str, object]]:
-    """Stream the text through every cache. Rows are written to ``--csv`` one by one."""
-    return measurements.collected(options.csv, COLUMNS, _rows(options, text))
-
-
-def _rows(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object]]:
-    """Yield the rows of one cache after the other."""
+def measure_all(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object]]:
+    """Stream the text through every cache, and yield the rows of one after the other."""
     tokens: list[int] | None = None
     todo = [options.streamed(policy) for policy in options.policies]
     with ProgressBar(total=sum(streamed.max_tokens for streamed in todo), unit="token",

@@ -33,6 +33,25 @@ def flag(flag_type: str, default: object, *, help: str, **rules: object) -> Any:
     return field(default=default, metadata={"type": flag_type, "help": help, **rules})
 
 
+def csv_flag(subject: str) -> Any:
+    """Return the field ``--csv``; each row is of a `subject`."""
+    return flag("path", None, shown="none", metavar="FILE",
+                help=f"write a row per {subject}; an existing file is replaced. Until the run "
+                "ends, the file is FILE.partial")
+
+
+def plot_flag(subject: str) -> Any:
+    """Return the field ``--plot``, which draws `subject`."""
+    return flag("path", None, shown="none", metavar="FILE.png",
+                help=f"draw {subject}; also .svg and .pdf")
+
+
+def from_csv_flag() -> Any:
+    """Return the field ``--from-csv``."""
+    return flag("path", None, shown="none", metavar="FILE",
+                help="run nothing: print the table, and draw --plot, from a file of --csv")
+
+
 def flag_name(name: str) -> str:
     """Return the flag of a field: ``gen_len`` is ``--gen-len``."""
     return "--" + name.replace("_", "-")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
-from flexgen_h2o.cli.measurements import csv_flag
 from flexgen_h2o.cli.parser import (
     ENGINE,
     WITHOUT_PLAN,
@@ -29,7 +28,7 @@ from flexgen_h2o.cli.parser import (
     refuse,
 )
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.cli.values import csv_flag, flag, flag_name
 from flexgen_h2o.engine.detokenization import Detokenizer, IncrementalDetokenizer
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Turn, read_conversations

@@ -11,12 +11,13 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_yaml
-from flexgen_h2o.files.writing import open_atomic
+from flexgen_h2o.files.writing import catch_write_errors, open_atomic
 
 _SEPARATORS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
@@ -132,6 +133,27 @@ def report_partial_rows(file: CsvWriter | JsonlWriter | None, rows_text: str = "
     """Add the name of the partial file to the error of a run that stops early."""
     return report_partial(lambda: f"{rows_text} before that: {file.partial}"
                           if file is not None and file.count else "")
+
+
+def collect_rows(path: str | None, columns: Sequence[str], rows: Iterable[Mapping[str, object]]
+                 ) -> list[dict[str, Any]]:
+    """Return all rows. With a path, write each to that CSV file before taking the next one.
+
+    Raises `UserError` if the file cannot be written. Errors of the rows get the name of the file
+    with the rows before them.
+    """
+    if path is None:
+        return [{**row} for row in rows]
+    file = CsvWriter(path, columns)
+    all_rows: list[dict[str, Any]] = []
+    with report_partial_rows(file):
+        for row in rows:
+            all_rows.append({**row})
+            with catch_write_errors("--csv", path):
+                file.write(row)
+    with catch_write_errors("--csv", path):
+        file.finish()
+    return all_rows
 
 
 def read_csv(path: str, headers: Sequence[Sequence[str]], *, texts: Collection[str],

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.cli import measurements
 from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.parser import (
     WITHOUT_PLAN,
     Parser,
     build_parser,
+    check_files,
     check_flags,
     check_from_csv,
     check_outputs_writable,
@@ -28,7 +28,7 @@ from flexgen_h2o.cli.parser import (
     refuse,
 )
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.cli.values import flag
+from flexgen_h2o.cli.values import csv_flag, flag, from_csv_flag, plot_flag
 from flexgen_h2o.commands.summarize import table
 from flexgen_h2o.commands.summarize.summaries import (
     Rouge,
@@ -42,9 +42,10 @@ from flexgen_h2o.commands.summarize.table import SummaryCache
 from flexgen_h2o.config.h2o import EVICTIONS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article, read_summary_tasks
-from flexgen_h2o.files.rows import ResumableJsonl, report_partial
+from flexgen_h2o.files.rows import ResumableJsonl, collect_rows, report_partial
 from flexgen_h2o.files.terminal import ProgressBar, print_stdout
 from flexgen_h2o.files.writing import catch_write_errors, check_writable
+from flexgen_h2o.metrics.figures import check_plot
 
 __all__ = ["main", "parse_args", "parser", "run"]
 
@@ -105,9 +106,9 @@ class SummarizeOptions:
         "words", None, choices=POLICIES, shown="h2o window", metavar="POLICY",
         help=f"eviction policies of --sweep: {', '.join(POLICIES)}",
     )
-    csv: str | None = measurements.csv_flag("cache and one for lead-1")
-    plot: str | None = measurements.plot_flag("ROUGE-2 and ROUGE-L by budget")
-    from_csv: str | None = measurements.from_csv_flag()
+    csv: str | None = csv_flag("cache and one for lead-1")
+    plot: str | None = plot_flag("ROUGE-2 and ROUGE-L by budget")
+    from_csv: str | None = from_csv_flag()
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -118,7 +119,9 @@ class SummarizeOptions:
                        for path in (line_file, f"{line_file}.config.yaml")]
         if self.plot is not None and self.from_csv is None and not self.sweep:
             raise UserError("--plot draws several budgets: add --sweep, or --from-csv")
-        measurements.check_outputs(self, outputs)
+        if self.plot is not None:
+            check_plot("--plot", self.plot)
+        check_files(self, ("input_path", "from_csv", "csv", "plot"), outputs)
 
     def _check_run(self) -> None:
         if self.input_path is None or self.output_path is None:
@@ -203,7 +206,7 @@ def _cache_flags(options: dict[str, Any], shared: dict[str, Any]) -> dict[str, A
 def run(options: SummarizeOptions) -> None:
     """Summarize and score, or read measured rows; write the files and print the table."""
     check_outputs_writable(options, "csv", "plot")
-    rows = (measurements.collected(options.csv, table.COLUMNS, measure(options))
+    rows = (collect_rows(options.csv, table.COLUMNS, measure(options))
             if options.from_csv is None else table.read_rows(options.from_csv))
     print_stdout(table.text(rows))
     if options.plot is not None:
