@@ -176,14 +176,15 @@ class RunFlags:
         help="schedule attention and MLP as two layers, which takes smaller weight buffers",
     )
     expert_percent: tuple[float, ...] | None = _flag(
-        "policy", "shares", None, metavar="P", shown="the fastest memory that other weights leave",
+        "policy", "shares", None, metavar="P", shown="the fastest memory left by other weights",
         help="percent of a mixture's experts on gpu, cpu, disk; --percent then covers all other "
         "weights",
     )
     expert_slots: int | None = _flag(
         "policy", "int", None, ge=1, shown="the experts that a decode step chooses in two layers",
-        help="slots in the fastest memory for experts that are not resident there, besides those "
-        "of the percent in memory if others are on disk; the most used experts keep their slots",
+        help="slots in the fastest memory for experts that are not resident there; with experts on "
+        "disk, they are added to the slots for the percent in memory; the most used experts keep "
+        "their slots",
     )
     cpu_expert_compute: bool = _flag(
         "policy", "bool", False,
@@ -325,7 +326,7 @@ class RunFlags:
     )
     enable_position_rolling: bool = _flag(
         "cache", "bool", False,
-        help="position of a cached token = its rank in the cache, to generate past the trained "
+        help="use a cached token's rank in the cache as its position, to generate past the trained "
         "context",
     )
     hh_long_seq: bool = _flag(
