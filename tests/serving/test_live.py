@@ -4,9 +4,11 @@ import asyncio
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import openai
 import pytest
+from helpers.error_cases import refused
 from helpers.servers import DEADLINE, flags, request, serving
 from helpers.tiny_tokenizers import tiny_tokenizer
 
@@ -14,7 +16,7 @@ from flexgen_h2o import LLM
 from flexgen_h2o.engine.detokenization import ReasoningParser, without_beginning
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.requests.request import Defaults, parse_request
-from flexgen_h2o.requests.tokenizing import TokenizedRequest
+from flexgen_h2o.requests.tokenizing import RequestTokenizer, TokenizedRequest
 from flexgen_h2o.serving.live import LiveRequest, StreamOptions
 from flexgen_h2o.serving.metrics import Metrics
 
@@ -199,6 +201,22 @@ def test_streams_split_reasoning_and_stop(text, want):
     deltas = [part["choices"][0]["delta"] for part in asyncio.run(parts())]
     assert tuple("".join(delta.get(name) or "" for delta in deltas)
                  for name in ("content", "reasoning_content")) == want
+
+
+def test_max_model_len_bounds_prompts_and_new_tokens():
+    encoder = SimpleNamespace(tokenizer=None, chat_end_tokens=(), vocab_size=9,
+                              encode=lambda prompt, **_: prompt,
+                              clamp_new_tokens=lambda tokens, new: min(new, 99 - tokens))
+    tokenizer = RequestTokenizer(encoder, Defaults(("m",), 50), max_model_len=8)
+
+    def limits(prompt: list[int], **body: int) -> list[int]:
+        body |= {"prompt": prompt}
+        request = parse_request("/v1/completions", body, "a", Defaults(("m",), 50))
+        return tokenizer.tokenize(request, name="a").limits
+
+    assert limits([1, 2, 3]) == limits([1, 2, 3], max_tokens=5) == [5]
+    for prompt, body in (([1, 2, 3], {"max_tokens": 6}), ([1] * 8, {})):
+        refused(lambda prompt=prompt, body=body: limits(prompt, **body), "--max-model-len 8")
 
 
 def test_ends_that_begin_a_stop_string_are_held_back():
