@@ -10,8 +10,8 @@ from helpers.kernel_internals import load_library
 from helpers.planning_cases import CPU
 
 from flexgen_h2o.commands import doctor
-from flexgen_h2o.commands.doctor import facts
-from flexgen_h2o.commands.doctor.facts import (
+from flexgen_h2o.commands.doctor import inspection
+from flexgen_h2o.commands.doctor.inspection import (
     DiskFacts,
     Gpu,
     GpuFacts,
@@ -31,9 +31,9 @@ AVX512 = KernelFacts(None, ("portable", "avx512"), "avx512", None, "abc 12", {"l
 @pytest.fixture(autouse=True)
 def _small(monkeypatch, tmp_path):
     """A small file to measure with, and a machine of which nothing is known yet."""
-    monkeypatch.setattr(facts.disk, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(inspection.disk, "__defaults__", (1 << 20,))
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
-    for name in facts.VARIABLES:
+    for name in inspection.VARIABLES:
         if name != "FLEXGEN_H2O_CACHE":
             monkeypatch.delenv(name, raising=False)
 
@@ -75,8 +75,8 @@ def test_doctor_reports_a_machine_where_nothing_works(capsys, tmp_path, monkeypa
     (tmp_path / "file").touch()
     load_library(monkeypatch, lambda: "the C++ kernels were not built")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(facts, "package_version", lambda name: "")
-    monkeypatch.setattr(facts, "memory", Mock(side_effect=RuntimeError("no\n/proc here")))
+    monkeypatch.setattr(inspection, "package_version", lambda name: "")
+    monkeypatch.setattr(inspection, "memory", Mock(side_effect=RuntimeError("no\n/proc here")))
     sections, slow = diagnosis(capsys, tmp_path / "file" / "below")
     assert sections["versions"]["torch"] == "not installed"
     assert sections["kernels"]["C++"] == "none: the C++ kernels were not built"
@@ -85,10 +85,11 @@ def test_doctor_reports_a_machine_where_nothing_works(capsys, tmp_path, monkeypa
     assert len([line for line in slow if "(load" not in line]) == 3
     monkeypatch.setattr("flexgen_h2o.storage.free_memory.nearest_folder",
                         Mock(side_effect=PermissionError(13, "Permission denied", "/secret")))
-    assert "Permission denied" in facts.disk("/secret").problem
+    assert "Permission denied" in inspection.disk("/secret").problem
     monkeypatch.undo()
-    monkeypatch.setattr(facts.shutil, "disk_usage", lambda path: SimpleNamespace(total=9, free=1))
-    assert facts.disk(str(tmp_path), 1 << 20).problem == "the disk is full"
+    monkeypatch.setattr(inspection.shutil, "disk_usage",
+                        lambda path: SimpleNamespace(total=9, free=1))
+    assert inspection.disk(str(tmp_path), 1 << 20).problem == "the disk is full"
 
 
 @pytest.mark.skipif(cpu_library.missing() is not None, reason="no C++ kernels")
@@ -111,7 +112,7 @@ def test_measured_choices_are_listed_by_operation(monkeypatch):
     monkeypatch.setattr(calibrate, "load_calibration", lambda device, offload_dir: compute)
     monkeypatch.setattr("flexgen_h2o.kernels.dispatch.available",
                         lambda operation, rows, dtype: ("codes", "unpacked"))
-    assert facts.measured_choices("here") == {
+    assert inspection.measured_choices("here") == {
         "linear_quantized, 4 bits": "codes up to 16, then unpacked"}
 
 
@@ -119,8 +120,8 @@ def test_the_time_that_a_cgroup_allows(tmp_path):
     path = tmp_path / "cpu.max"
     for text, quota in (("max 100000\n", None), ("250000 100000\n", 2.5), ("odd", None)):
         path.write_text(text)
-        assert facts.cpu_quota(path) == quota
-    assert facts.cpu_quota(tmp_path / "none") is None
+        assert inspection.cpu_quota(path) == quota
+    assert inspection.cpu_quota(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("section, words", [

@@ -13,8 +13,8 @@ from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.parser import Parser, build_parser, check_flags
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
-from flexgen_h2o.commands.doctor import facts
-from flexgen_h2o.commands.doctor.facts import (
+from flexgen_h2o.commands.doctor import inspection
+from flexgen_h2o.commands.doctor.inspection import (
     DiskFacts,
     GpuFacts,
     KernelFacts,
@@ -246,13 +246,13 @@ def parts(options: DoctorOptions) -> dict[str, Callable[[], Section]]:
     """Return the functions that inspect each part of the machine, by section title."""
     folder = options.offload_dir
     return {
-        "versions": lambda: versions(facts.versions()),
-        "environment": lambda: environment(facts.environment()),
-        "processor": lambda: processor(facts.processor()),
-        "kernels": lambda: kernels(facts.kernels(folder)),
-        "GPU": lambda: gpus(facts.gpus()),
-        "memory": lambda: memory(facts.memory()),
-        "disk": lambda: disk(facts.disk(folder)),
+        "versions": lambda: versions(inspection.versions()),
+        "environment": lambda: environment(inspection.environment()),
+        "processor": lambda: processor(inspection.processor()),
+        "kernels": lambda: kernels(inspection.kernels(folder)),
+        "GPU": lambda: gpus(inspection.gpus()),
+        "memory": lambda: memory(inspection.memory()),
+        "disk": lambda: disk(inspection.disk(folder)),
         "cache": cache,
     }
 
