@@ -30,7 +30,7 @@ import torch
 from articles import compare_to_full, read_articles
 
 from flexgen_h2o import LLM, H2OConfig, Policy
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.config.h2o import SCORES
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError

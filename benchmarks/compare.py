@@ -46,7 +46,7 @@ from comparison import (
 from processes import MEMORY, OK, MemoryGroup, run_job
 from rooflines import ITEMSIZES, Load, rooflines, work
 
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.errors import UserError

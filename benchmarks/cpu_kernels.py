@@ -55,7 +55,7 @@ from kernel_timing import (
     select_by_index,
 )
 
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.config.weight_layout import MatrixLayout

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import catch_write_errors

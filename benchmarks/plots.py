@@ -31,7 +31,7 @@ from plotting import (
 )
 from processes import OK
 
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout
 from flexgen_h2o.config.limits import GROUP_SIZE, INDEX_TILE

@@ -29,7 +29,7 @@ from msgspec import Meta
 from processes import OK, Outcome, run_engine
 from tqdm import tqdm
 
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.cli.launch import read_prompts
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.results import CSV_COLUMNS

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from flexgen_h2o import H2OConfig
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.entry_point import command
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 import torch
 
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.files.rows import CsvWriter, report_partial_rows
 from flexgen_h2o.metrics.provenance import cpu_model, origin
 

@@ -27,7 +27,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from gpu_compiler import CARDS, Card, KernelLaunch, Variant, compiled, identity, launches  # noqa: E402
 
-from flexgen_h2o.cli.command import exit_status  # noqa: E402
+from flexgen_h2o.cli.entry_point import exit_status  # noqa: E402
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout  # noqa: E402
 from flexgen_h2o.config.weight_layout import MatrixLayout  # noqa: E402
 from flexgen_h2o.files.rows import check_header, format_cell  # noqa: E402

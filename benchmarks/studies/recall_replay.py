@@ -34,7 +34,7 @@ from flexgen_h2o import H2OConfig, Placement, Policy
 from flexgen_h2o.cache.disk_recall import RecallCounts
 from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.cache.layout import CacheShape, CacheSize
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.config.validation import check_int

@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from openai import OpenAI
 
 from flexgen_h2o import LLM, Policy
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.files.rows import CsvWriter
 from flexgen_h2o.metrics.provenance import cpu_model, origin
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import jsonschema
 
 from flexgen_h2o import LLM, Policy, SamplingParams, StructuredOutputs
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.files.rows import CsvWriter
 from flexgen_h2o.metrics.provenance import cpu_model, origin
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.entry_point import command
 from flexgen_h2o.cli.parser import PACKAGE, SCRIPT, Parser, program
 from flexgen_h2o.config.validation import check_choice
 from flexgen_h2o.errors import UserError, did_you_mean

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flexgen_h2o.cli.command import StopRequest
+from flexgen_h2o.cli.entry_point import StopRequest
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.parallel import check_world_size, torchrun_env
 from flexgen_h2o.config.policy import Workload

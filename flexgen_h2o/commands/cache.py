@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from flexgen_h2o.cli.command import entry_point
+from flexgen_h2o.cli.entry_point import entry_point
 from flexgen_h2o.cli.parser import Parser, build_parser, check_flags, flag_fields
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError, did_you_mean

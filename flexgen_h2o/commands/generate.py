@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli.command import entry_point
+from flexgen_h2o.cli.entry_point import entry_point
 from flexgen_h2o.cli.launch import (
     follow,
     joined,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexgen_h2o.cli.command import entry_point
+from flexgen_h2o.cli.entry_point import entry_point
 from flexgen_h2o.cli.parser import Parser, build_parser, command_flags, given_flags
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands.generate import run

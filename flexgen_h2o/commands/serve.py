@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli.command import StopRequest, entry_point
+from flexgen_h2o.cli.entry_point import StopRequest, entry_point
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.parser import Parser, build_parser, check_flags, check_no_effect, parse
 from flexgen_h2o.cli.plan_text import plan_sentences

@@ -11,7 +11,7 @@ from helpers.programs import BENCHMARKS, ROOT, benchmark_modules, program
 from helpers.read_back import read_csv
 from helpers.subprocesses import environment
 
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 
 RESULTS = ROOT / "benchmarks" / "results"
 

@@ -8,7 +8,7 @@ import yaml
 from helpers.programs import ROOT, benchmark_modules
 from helpers.read_back import read_csv
 
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.cli.results import CSV_COLUMNS
 
 GRID = {"place": {"memory": {}, "disk": {"percent": [0, 0, 100, 0], "num_gpu_batches": 2}},

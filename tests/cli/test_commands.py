@@ -15,8 +15,8 @@ from helpers.programs import ROOT
 
 import flexgen_h2o
 from flexgen_h2o.cli import commands
-from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.commands import COMMANDS
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.commands import generate, plan
 
 VERSION = f"flexgen_h2o {flexgen_h2o.__version__}\n"

@@ -23,7 +23,7 @@ from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM
 from flexgen_h2o.cli import commands
-from flexgen_h2o.cli.command import ALL_FAILED, StopRequest
+from flexgen_h2o.cli.entry_point import ALL_FAILED, StopRequest
 from flexgen_h2o.commands import batch
 from flexgen_h2o.commands.batch import job, progress
 from flexgen_h2o.commands.batch.progress import JobProgress

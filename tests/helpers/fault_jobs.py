@@ -20,7 +20,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.storage.run_folder import RUN_PREFIX, RunFolder
 from helpers.tiny_models import make_tiny

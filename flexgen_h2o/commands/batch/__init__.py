@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexgen_h2o.cli.command import ALL_FAILED, StopRequest, entry_point
+from flexgen_h2o.cli.entry_point import ALL_FAILED, StopRequest, entry_point
 from flexgen_h2o.cli.launch import follow, joined, open_on_ranks
 from flexgen_h2o.cli.parser import check_outputs_writable
 from flexgen_h2o.cli.results import append_csv, check_results

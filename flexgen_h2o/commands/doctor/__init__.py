@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from flexgen_h2o.cli.command import entry_point
+from flexgen_h2o.cli.entry_point import entry_point
 from flexgen_h2o.cli.parser import Parser, build_parser, check_flags
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.entry_point import command
 from flexgen_h2o.errors import UserError
 
 _MODEL = ("--model", "-M")
