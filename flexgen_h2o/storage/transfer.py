@@ -69,19 +69,18 @@ class TransferQueue:
         self.disk = transfers.disk
         self._transfers = transfers
         self._stream = transfers.device.stream()
-        self._host_buffers: list[torch.Tensor] = []
+        self._host_buffers: dict[int, torch.Tensor] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def host_like(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return uninitialized host tensors like these. The queue's next job reuses their memory.
         """
-        # Compare each buffer: they are padded to pages and may hold different numbers of rows.
-        if not self._host_buffers or any(buffer.nbytes < x.nbytes for buffer, x in zip(
-                self._host_buffers, tensors, strict=True)):
-            self.flush()  # copies may still use the smaller buffers
-            self._host_buffers = [self._transfers.device.host_empty(x.nbytes) for x in tensors]
-        return [typed(buffer, 0, x.shape, x.dtype)
-                for buffer, x in zip(self._host_buffers, tensors, strict=True)]
+        for number, x in enumerate(tensors):
+            if number not in self._host_buffers or self._host_buffers[number].nbytes < x.nbytes:
+                self.flush()  # copies may still use the smaller buffer
+                self._host_buffers[number] = self._transfers.device.host_empty(x.nbytes)
+        return [typed(self._host_buffers[number], 0, x.shape, x.dtype)
+                for number, x in enumerate(tensors)]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, link: str | None) -> None:
         """Start a copy on the stream, and record it for a link; None: within one memory."""
