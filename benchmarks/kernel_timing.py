@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from csv_files import write_csv
+from device_rates import best_gemm_rate, memory_reader
 
 from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.kernels import ops
@@ -26,7 +27,6 @@ from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.reference import recall as reference_recall
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 from flexgen_h2o.storage.device import Device, typed
-from flexgen_h2o.storage.links import best_gemm_rate, memory_reader
 
 DTYPE = torch.bfloat16
 COPIED_BYTES = 1 << 30

@@ -106,14 +106,10 @@ def measure_rates(file: str, dtype: str) -> dict[str, float]:
     from pathlib import Path
 
     import torch
+    from device_rates import best_gemm_rate, memory_read_rate
 
     from flexgen_h2o.storage.device import open_device
-    from flexgen_h2o.storage.links import (
-        best_gemm_rate,
-        copy_rates,
-        disk_read_rate,
-        memory_read_rate,
-    )
+    from flexgen_h2o.storage.links import copy_rates, disk_read_rate
 
     device, number = open_device(), getattr(torch, dtype)
     link = {"link": copy_rates(device)[0]} if device.is_gpu else {}

@@ -1,4 +1,4 @@
-"""Measured rates of this machine, for rooflines: disk, copies, memory, matmuls.
+"""Measured rates of this machine's links: disks, and copies between host and GPU.
 
 Rates are measured as the engine uses the hardware, with nothing else running, on more memory than
 the caches hold.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o.storage.device import PAGE, Device, typed
+from flexgen_h2o.storage.device import PAGE, Device
 from flexgen_h2o.storage.disk import CHUNK, WORKERS, AlignedRead, Disk, Extent
 
 REPEATS = 5
@@ -23,7 +23,8 @@ LOAD_THREADS = 2
 WINDOW = 16 * CHUNK
 
 
-def _median_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
+def median_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Return the median time of a call, after one that does not count."""
     work()
     seconds = []
     for _ in range(repeats):
@@ -67,7 +68,7 @@ def _disk_rate(move: Callable[[Disk, int, torch.Tensor], None], path: Path, nbyt
             move(disk, start, buffer[: nbytes - start])
 
     try:
-        return nbytes / _median_seconds(move_all, 1)
+        return nbytes / median_seconds(move_all, 1)
     finally:
         disk.close()
 
@@ -125,61 +126,6 @@ def copy_rates(device: Device, *, nbytes: int = 256 << 20) -> tuple[float, float
             stream.copy(target, source)
             stream.record_event().synchronize()
 
-        return nbytes / _median_seconds(copy)
+        return nbytes / median_seconds(copy)
 
     return rate(device_buffer, host), rate(host, device_buffer)
-
-
-def memory_read_rate(nbytes: int = 2 << 30, *, device: Device | None = None) -> float:
-    """Return the bytes per second of a sum over memory of the device; None: host memory."""
-    return nbytes / _median_seconds(memory_reader(nbytes, device=device))
-
-
-def memory_reader(nbytes: int, *, device: Device | None = None) -> Callable[[], None]:
-    """Return a function that reads `nbytes` of the device's memory; None: host memory.
-
-    On the host, the memory has huge pages, as weights and caches do.
-    """
-    device = device or Device()
-    data = typed(device.empty(nbytes), 0, (nbytes // 4,), torch.float32).fill_(1)
-
-    def read() -> None:
-        data.sum()
-        device.record_event().synchronize()
-
-    return read
-
-
-def gemm_rate(rows: int, dtype: torch.dtype, *, width: int = 2048, depth: int = 8192,
-              device: Device | None = None) -> float:
-    """Return the FLOP per second of [rows, width] x [width, depth], with several weights in turn.
-
-    The output is reused. A device of None is the CPU.
-    """
-    device = device or Device()
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device.torch_device).to(dtype)
-
-    weights, x = [random(depth, width) for _ in range(8)], random(rows, width)
-    out = torch.empty(rows, depth, dtype=dtype, device=device.torch_device)
-
-    def multiply_all() -> None:
-        for weight in weights:
-            torch.mm(x, weight.t(), out=out)
-        device.record_event().synchronize()
-
-    return len(weights) * 2 * rows * width * depth / _median_seconds(multiply_all)
-
-
-def best_gemm_rate(rows: int, dtype: torch.dtype, *, device: Device | None = None) -> float:
-    """Return `gemm_rate` of a dtype or of float32, whichever is faster in a small matmul.
-
-    CPUs without 16-bit matmul instructions are faster in float32.
-    """
-    device = device or Device()
-    if device.is_gpu:
-        return gemm_rate(rows, dtype, device=device)
-    faster = max((dtype, torch.float32), key=lambda candidate: gemm_rate(
-        256, candidate, width=1024, depth=1024, device=device))
-    return gemm_rate(rows, faster, device=device)
