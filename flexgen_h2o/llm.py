@@ -195,10 +195,13 @@ class LLM(ExclusiveResource):
                     loaded_bytes=None, show=verbose))
             draft = prepared.draft
             with self._control.working():
-                runner = load_runner(
-                    prepared.source, prepared.device, prepared.args, resources, rank=prepared.rank,
-                    draft=None if draft is None else load_runner(
-                        draft.source, draft.device, draft.args, resources))
+                runner = load_runner(prepared.source, prepared.device, prepared.args, resources,
+                                     rank=prepared.rank)
+                if draft is not None:
+                    mtp = self.policy.speculate == "mtp"
+                    runner.draft = load_runner(
+                        draft.source, draft.device, draft.args, resources,
+                        shared=runner.weights.resident_by_name if mtp else None)
             self._engine = Engine(runner, prepared.inputs, self._control, self._memory.check_fits,
                                   self._cache)
             self._resources = resources.pop_all()  # for close, or the finalizer
@@ -697,5 +700,6 @@ def _memory_check(prepared: PreparedModel) -> MemoryCheck:
         device_bytes=prepared.device.free_bytes,
         stage=None if rank is None else rank.stage,
         groups=1 if rank is None else rank.groups,
-        draft=None if draft is None else DraftModel(draft.source.config,
-                                                    draft.source.weight_format.options))
+        draft=None if draft is None else DraftModel(
+            draft.source.config,
+            None if args.policy.speculate == "mtp" else draft.source.weight_format.options))

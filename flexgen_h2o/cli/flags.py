@@ -204,8 +204,8 @@ class RunFlags:
         "policy", "text", None, choices=("none", *SPECULATIVE_METHODS),
         shown="none; draft with --draft-model; with --percent auto, ngram where it costs nothing",
         help="speculative decoding, for few sequences on a CPU: draft tokens from the text so far "
-        "(ngram) or by --draft-model (draft) and verify them in one decode step; a GPU batch then "
-        "has one sequence",
+        "(ngram), by --draft-model (draft) or by the model's layer for multi-token prediction "
+        "(mtp), and verify them in one decode step; a GPU batch then has one sequence",
     )
     draft_model: str | None = _flag(
         "policy", "text", None, metavar="NAME", shown="none",

@@ -73,7 +73,7 @@ class PlanSubject:
     model: ModelConfig
     itemsize: int  # bytes of an element that is not quantized
     weights: Callable[[int | str], WeightOptions]  # returns the weight format for a bit width
-    draft: DraftModel | None = None  # the model of `--draft-model`
+    draft: DraftModel | None = None  # the model of `--draft-model`, or the layer of `mtp`
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _this_machine(config: RunConfig, load: Workload, prompts: int | None, texts:
                           max(0, cpu_bytes), int(USABLE_SHARE * free.disk_bytes))
     return PlanSubject(load, prompts, hardware, limits, source.config, source.dtype.itemsize,
                        lambda bits: replace(source, bits=bits).weight_format.options,
-                       None if draft is None else
+                       _mtp_draft(config, source.config) if draft is None else
                        DraftModel(draft.config, draft.weight_format.options))
 
 
@@ -232,12 +232,18 @@ def _other_machine(config: RunConfig, path: str, load: Workload, prompts: int | 
     name = config.model if config.path in (None, DUMMY) else config.path
     model, weights = _shape(config.model, name, on_gpu=hardware.has_gpu)
     _check_model(config, model, has_gpu=hardware.has_gpu)
-    draft = None
+    draft = _mtp_draft(config, model)
     if config.draft_model is not None:
         shape, formats = _shape(config.draft_model, config.draft_model, on_gpu=hardware.has_gpu)
         draft = DraftModel(shape, formats(AUTO if names_gguf(config.draft_model) else 16))
     return PlanSubject(load, prompts, hardware, limits, model,
                        4 if config.dtype == "float32" else 2, weights, draft)
+
+
+def _mtp_draft(config: RunConfig, model: ModelConfig) -> DraftModel | None:
+    """Return the layer of `--speculate mtp`; None without it."""
+    layer = model.mtp_model
+    return None if config.speculate != "mtp" or layer is None else DraftModel(layer, None)
 
 
 def _shape(model: str, name: str, *, on_gpu: bool

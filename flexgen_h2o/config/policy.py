@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OFFLOAD_DIR = "~/.cache/flexgen_h2o/offload"
 DUMMY = "_DUMMY_"  # in place of a path: random weights
 
-SPECULATIVE_METHODS = ("ngram", "draft")
+SPECULATIVE_METHODS = ("ngram", "draft", "mtp")
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,9 @@ class Policy:
         to.
     speculate : str, optional
         Method of speculative decoding, on a CPU. "ngram": draft tokens from the text so far (prompt
-        lookup). "draft": draft them by `draft_model`. `LLM` then computes batches of one sequence,
-        and as many sequences in a block.
+        lookup). "draft": draft them by `draft_model`. "mtp": draft them by the model's own layer
+        for multi-token prediction, which stays in memory. `LLM` then computes batches of one
+        sequence, and as many sequences in a block.
     num_speculative_tokens : int
         Maximum number of drafted tokens per decode step.
     draft_model : str, optional

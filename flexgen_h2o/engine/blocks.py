@@ -10,11 +10,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
+from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.h2o.batch_layout import BatchLayout, ContinuedSequence, PromptSpan, prefill_passes
 from flexgen_h2o.outputs import TokenLogProb
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -88,6 +92,9 @@ class GPUBatch:
     drafts : list of int
         Drafted tokens that the next decode step verifies, after the newest token of the only
         sequence.
+    hidden : Tensor [rows, hidden] or None
+        What a layer for multi-token prediction joins to the embeddings of a prefill in one
+        forward pass: see `Decoder.join_hidden`.
     """
 
     def __init__(self, index: int, requests: Sequence[Request], layout: BatchLayout, *,
@@ -96,6 +103,7 @@ class GPUBatch:
         self.requests = list(requests)
         self.layout = layout
         self.drafts: list[int] = []
+        self.hidden: Tensor | None = None
         self.duplicates: dict[int, list[int]] = {}
         first: dict[object, int] = {}
         for sequence, request in enumerate(requests):

@@ -10,7 +10,7 @@ import torch
 
 from flexgen_h2o.cache.decode_attention import PendingAttention
 from flexgen_h2o.cache.recurrent_state import RecurrentStates, Rule
-from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
+from flexgen_h2o.config.limits import CHUNK_ROWS, DRAFT_CHUNK, LOGIT_ROWS
 from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.engine.blocks import GPUBatch, RowChunk
@@ -167,6 +167,12 @@ class DecoderLayers:
         for rows in _row_chunks(len(x), LOGIT_ROWS):
             yield rows.start, self._family.head(self._config, weights, x[rows])
 
+    def final_hidden(self, action: Action) -> Iterator[torch.Tensor]:
+        """Yield a batch's hidden states [rows, hidden] after the final norm, in chunks of rows."""
+        _, weights, x = self._operands(action)
+        for rows in _row_chunks(len(x), DRAFT_CHUNK):
+            yield self._family.final_hidden(self._config, weights, x[rows])
+
     def _operands(self, action: Action) -> tuple[GPUBatch, Mapping[str, Weight], torch.Tensor]:
         """Return the batch of a unit, its weights, and its hidden states [rows, hidden]."""
         batch = self._batches[action.batch]
@@ -232,6 +238,9 @@ class DecoderLayers:
         for chunk in batch.chunks(action.forward_pass, self.chunk_rows):
             rows = slice(chunk.row, chunk.end)
             tables = None if rope is None else tuple(table[rows] for table in rope)
+            if batch.hidden is not None:
+                self._family.join_hidden(self._config, weights, x[rows], batch.hidden[rows],
+                                         self._operations)
             qkv = self._family.attention_inputs(self._config, weights, x[rows], self._operations)
             sinks = attention_sinks(weights)
             attended = attend(action, chunk.spans, qkv, tables, sinks)

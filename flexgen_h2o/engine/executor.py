@@ -244,15 +244,21 @@ class Executor:
             for row, logits in self._layers.logits(action, rows):
                 values.append(self._consumer.reduce(batch, action.forward_pass, row, logits))
                 self._apply(batch, action.forward_pass, row, values[-1])
+        if self._drafter is not None:
+            self._inform(self._drafter, action, batch)
         self._hidden.drop(action.batch)
         if values and self._exchange is not None:
             self._values[action.batch] = torch.cat(values)
-        if self._drafter is not None:
-            request, = batch.requests
-            if request.finish_reason:
-                self._drafter.forget(request)
-            elif request.generated and batch.layout.in_prefill(action.forward_pass):
-                self._drafter.begin(request)
+
+    def _inform(self, drafter: Drafter, action: Action, batch: GPUBatch) -> None:
+        """Let a drafter read what a forward pass has computed."""
+        request, = batch.requests
+        if request.finish_reason:
+            drafter.forget(request)
+            return
+        drafter.read_hidden(request, self._layers.final_hidden(action))
+        if request.generated and batch.layout.in_prefill(action.forward_pass):
+            drafter.begin(request)
 
     def _verify(self, action: Action, batch: GPUBatch) -> None:
         """Sample a token for each row, until one differs from its draft or ends the sequence."""

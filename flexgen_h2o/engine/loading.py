@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
@@ -22,7 +22,7 @@ from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.scoring import DecodeScorer
 from flexgen_h2o.engine.source import ModelSource
-from flexgen_h2o.engine.weight_files import WeightFiles
+from flexgen_h2o.engine.weight_files import Weight, WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import rotation_of
 from flexgen_h2o.files.terminal import ByteProgress, byte_bar
@@ -44,7 +44,8 @@ SAMPLED_POSITIONS = 4096
 
 
 def load_runner(source: ModelSource, device: Device, args: EngineArgs, resources: ExitStack, *,
-                rank: RankContext | None = None, draft: Runner | None = None) -> Runner:
+                rank: RankContext | None = None, shared: Mapping[str, Weight] | None = None
+                ) -> Runner:
     """Load the weights of a model to their tiers, and return a runner of its blocks.
 
     Parameters
@@ -53,8 +54,10 @@ def load_runner(source: ModelSource, device: Device, args: EngineArgs, resources
         `args.cache` has the options of this rank's layers.
     resources : ExitStack
         Gets the objects that must be closed.
-    rank, draft : RankContext, Runner, optional
+    rank : RankContext, optional
         See `Runner`.
+    shared : mapping of str to Weight, optional
+        See `WeightStore`.
     """
     limit_shape_caches()
     if source.config.experts is not None:  # all batches are routed before any expert is needed
@@ -66,18 +69,19 @@ def load_runner(source: ModelSource, device: Device, args: EngineArgs, resources
     with sampled_memory(transfers.trace, device.used_bytes):
         choices = args.policy.expert_choices
         choices = choices and choices.slice_layers(stage.first, stage.last)
-        weights = _load_weights(source, args, stage, transfers, choices, resources, rank)
+        weights = _load_weights(source, args, stage, transfers, choices, resources, rank,
+                                shared)
         experts = _load_experts(source, args, weights, transfers, choices, resources,
                                 keeps_counts=rank is None)
-        runner = Runner(source, args, transfers, weights, experts, rank=rank, draft=draft)
+        runner = Runner(source, args, transfers, weights, experts, rank=rank)
         runner.smoothing = key_smoothing(runner)
     runner.loaded_bytes = resident_bytes()
     return runner
 
 
 def _load_weights(source: ModelSource, args: EngineArgs, stage: Stage, transfers: Transfers,
-                  choices: ExpertChoices | None, resources: ExitStack, rank: RankContext | None
-                  ) -> WeightStore:
+                  choices: ExpertChoices | None, resources: ExitStack, rank: RankContext | None,
+                  shared: Mapping[str, Weight] | None) -> WeightStore:
     """Load the weights of a stage, without experts that need slots."""
     policy, placement, experts = args.policy, args.policy.weights, args.policy.experts
 
@@ -105,7 +109,7 @@ def _load_weights(source: ModelSource, args: EngineArgs, stage: Stage, transfers
         WeightFiles(checkpoint, names, source.weight_format, transfers, verify=args.verify,
                     copy=args.offload_dir.striped),
         transfers, placement=placement, experts=experts, choices=choices, pin=policy.pin_weight,
-        shard_prefetch=policy.overlap if sharded else None)
+        shard_prefetch=policy.overlap if sharded else None, shared=shared)
 
     def run_folder() -> RunFolder:
         folder = RunFolder(args.offload_dir)

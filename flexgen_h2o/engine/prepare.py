@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 from flexgen_h2o.cache.disk_recall import recalls_in_place
@@ -13,7 +14,7 @@ from flexgen_h2o.distributed.control_messages import ControlChannel
 from flexgen_h2o.distributed.pipeline import RankContext
 from flexgen_h2o.engine.args import EngineArgs, check_batch_invariant
 from flexgen_h2o.engine.calibration import calibrate
-from flexgen_h2o.engine.source import ModelSource, find_model
+from flexgen_h2o.engine.source import ModelSource, find_model, mtp_source
 from flexgen_h2o.engine.tokenizer import InputProcessor
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
@@ -25,6 +26,8 @@ from flexgen_h2o.models.positions import (
     longest_prompt,
 )
 from flexgen_h2o.storage.device import Device, open_device
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +46,7 @@ class PreparedModel:
     rank : RankContext or None
         This rank's part of a pipeline.
     draft : PreparedModel or None
-        The policy's draft model.
+        The policy's draft model, or the model's layer for multi-token prediction.
     workload : Workload or None
         The expected workload, to be checked against free memory.
     """
@@ -82,6 +85,10 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
         check_batch_invariant(source.config, policy, args.cache, device.torch_device)
     cache = replace(args.cache, h2o=add_windows(h2o, source.config.attention))
     args = replace(args, cache=cache)
+    mtp = policy.speculate == "mtp"
+    if source.has_mtp_layers and not mtp:
+        use = " (speculate mtp drafts with them)" if source.config.mtp_model is not None else ""
+        _log.warning("%s: its layers for multi-token prediction are not loaded%s", args.model, use)
     inputs = InputProcessor(source, args.model, h2o)
     if args.calibration is not None:
         calibrate(source, inputs, device, args)
@@ -96,6 +103,10 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
         workload = rank.workload
         args = replace(args, cache=replace(cache, h2o=rank.stage.h2o(cache.h2o)))
     draft = None if policy.draft_model is None else _prepare_draft(args, inputs, control)
+    if mtp:
+        mtp_args = replace(args, policy=Policy(prefill_chunk=DRAFT_CHUNK), cache=CacheOptions())
+        draft = PreparedModel(mtp_source(source), device, inputs, mtp_args.cache, mtp_args, None,
+                              None)
     return PreparedModel(source, device, inputs, cache, args, rank, workload, draft)
 
 

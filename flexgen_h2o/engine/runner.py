@@ -94,8 +94,6 @@ class Runner:
         The experts of a mixture, which needs the policy's `sep_layer`.
     rank : RankContext, optional
         This rank of a pipeline. Default: one rank with all layers.
-    draft : Runner, optional
-        Runner of the policy's draft model.
 
     Attributes
     ----------
@@ -109,15 +107,18 @@ class Runner:
         Resident bytes of the process after loading.
     load_seconds : float
         Seconds that loading took, set by the LLM.
+    draft : Runner or None
+        Runner of the policy's draft model, or of the model's layer for multi-token prediction; set
+        by the LLM.
     """
 
     def __init__(self, source: ModelSource, args: EngineArgs, transfers: Transfers,
                  weights: WeightStore, experts: ExpertSlots | None = None, *,
-                 rank: RankContext | None = None, draft: Runner | None = None):
+                 rank: RankContext | None = None):
         self.source, self.args, self.weights = source, args, weights
         self.config = source.config
         self.rank = rank
-        self.draft = draft
+        self.draft: Runner | None = None
         self._draft_autotune = DraftAutotune(args.policy.num_speculative_tokens)
         self.stage = Stage.all_layers(self.config.num_layers) if rank is None else rank.stage
         self.stage_config = self.config.slice_layers(self.stage.first, self.stage.last)

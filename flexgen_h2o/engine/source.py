@@ -23,7 +23,6 @@ from flexgen_h2o.config.weight_layout import (
     DTYPES,
     INTEGER_BITS,
     WEIGHT_BITS,
-    MatrixLayout,
     WeightOptions,
 )
 from flexgen_h2o.engine.args import EngineArgs
@@ -107,6 +106,8 @@ class ModelSource:
         Seed of random weights.
     calibration : str
         Hash of the calibration text; empty without calibration.
+    has_mtp_layers : bool
+        The checkpoint has layers for multi-token prediction.
     measure : callable, optional
         Returns the importance of each matrix's inputs, float32 [inputs], by canonical name.
     """
@@ -126,6 +127,7 @@ class ModelSource:
     weight_cache: str | os.PathLike | None = AUTO
     seed: int = 0
     calibration: str = ""
+    has_mtp_layers: bool = False
     measure: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
     @cached_property
@@ -199,7 +201,7 @@ class ModelSource:
             if self.weight_cache is not None and (on_disk or self.bits != AUTO) and not self.dummy:
                 checkpoint = open_weight_cache(
                     checkpoint, self._files, cache=self._cache_folder, title=self._title,
-                    calibration=self.calibration, measure=self.measure, progress=progress)
+                    calibration=self._variant, measure=self.measure, progress=progress)
             elif self.measure is not None:
                 checkpoint.importance = self.measure()
             return checkpoint, {name: name for name in specs}
@@ -220,8 +222,13 @@ class ModelSource:
     def is_cached(self) -> bool:
         """True if the weight cache has the quantized weights."""
         return self.weight_cache is not None and find_copy(
-            self._files, weight_cache_key(self.weight_format, self.calibration),
+            self._files, weight_cache_key(self.weight_format, self._variant),
             self._cache_folder) is not None
+
+    @property
+    def _variant(self) -> str:
+        """What tells quantized copies of the same files and format apart."""
+        return "mtp" if self.config.first_layer else self.calibration
 
     @property
     def _files(self) -> list[Path]:
@@ -328,16 +335,38 @@ def find_model(args: EngineArgs, device: Device) -> ModelSource:
         config, stored = from_transformers(raw_config, model), quantization(raw_config, model)
         if raw_config["model_type"] in MULTIMODAL:
             _log.warning("%s: only the text model is loaded, not its vision tower", folder)
-    codes = WeightOptions()
+    codes, has_mtp_layers = WeightOptions(), False
     if dummy:
         weights = family(config).weights(config)
     else:
-        weights, codes = _weights(config, _opened(folder, gguf))
+        weights, codes, has_mtp_layers = _weights(config, _opened(folder, gguf))
     generation = read_generation_config(folder, config.eos_token_ids,
                                         end_tokens_alone=not args.generation_config)
     return ModelSource(config, weights, _dtype(dtype, config, device), folder, dummy, generation,
                        gguf, bits, args.activation_bits, stored, codes,
-                       device.torch_device.type == "cuda", args.weight_cache, args.seed)
+                       device.torch_device.type == "cuda", args.weight_cache, args.seed,
+                       has_mtp_layers=has_mtp_layers)
+
+
+def mtp_source(source: ModelSource) -> ModelSource:
+    """Return the source of a model's layer for multi-token prediction: see `mtp_model`.
+
+    Raises
+    ------
+    UserError
+        The checkpoint lacks the layer, or a part of it.
+    """
+    config = source.config.mtp_model
+    assert config is not None  # or `check_speculation` raises
+    weights, codes = config.weights, WeightOptions()
+    if source.folder is not None:
+        if not source.has_mtp_layers:
+            raise UserError(f"{source.folder} lacks the layer for multi-token prediction that its "
+                            "config.json names: use --speculate ngram or --draft-model")
+        with unstacked(_opened(source.folder, source.gguf), _views(config)) as checkpoint:
+            codes = _codes(config, weights, checkpoint)
+    return replace(source, config=config, weights=weights, codes=codes, calibration="",
+                   measure=None)
 
 
 def _check_adapter(folder: Path) -> None:
@@ -370,8 +399,10 @@ def _check_bits(bits: int | str, activation_bits: int, device: Device) -> None:
                         "device cpu")
 
 
-def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, WeightOptions]:
+def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, WeightOptions, bool]:
     """Return a model's tensors, and the options that keep the checkpoint's quantized values.
+
+    Also return whether the checkpoint has layers for multi-token prediction.
 
     The checkpoint is closed. Raise `UserError` if config.json does not belong to it, before memory
     is allocated by numbers of config.json.
@@ -385,7 +416,7 @@ def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, Weig
         checkpoint = unstacked(plain, _views(config))
         names = checkpoint.names()
         weights = decoder.weights(config)
-        head_names = resolve(checkpoint, weights.by_name().values(), decoder.aliases)
+        codes = _codes(config, weights, checkpoint)
         extended = decoder.weights(config.with_extra_layer())
         beyond = [name for spec in extended.layers[-1].values()
                   for name in decoder.aliases(spec.name)]
@@ -393,18 +424,22 @@ def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, Weig
         if extra is not None and not config.extra_layers:
             raise UserError(f"{checkpoint.source} has a tensor {extra}, but config.json calls for "
                             f"{config.num_layers} layers; do the two belong together?")
-        if extra is not None or any(name.startswith("mtp.") for name in names):
-            _log.warning("%s: its layers for multi-token prediction are not loaded",
-                         checkpoint.source)
         if config.tie_word_embeddings:
             _refuse_own_head(config, checkpoint)
-        return weights, _stored_options(config, weights, {
-            name: checkpoint.stored_layout(head_names[name]) for name in weights.by_name()})
+        has_mtp_layers = extra is not None or any(name.startswith("mtp.") for name in names)
+        return weights, codes, has_mtp_layers
 
 
-def _stored_options(config: ModelConfig, weights: ModelWeights,
-                    layouts: Mapping[str, MatrixLayout | None]) -> WeightOptions:
-    """Return the options that keep each matrix's quantized layout, or else the run's dtype."""
+def _codes(config: ModelConfig, weights: ModelWeights, checkpoint: Checkpoint) -> WeightOptions:
+    """Return the options that keep each matrix's quantized layout, or else the run's dtype.
+
+    Raises
+    ------
+    UserError
+        A tensor is missing or of another shape.
+    """
+    names = resolve(checkpoint, weights.by_name().values(), family(config).aliases)
+    layouts = {name: checkpoint.stored_layout(names[name]) for name in weights.by_name()}
     stored = {name: layout for name, layout in layouts.items() if layout is not None}
     for specs in chain.from_iterable(weights.experts):
         unify_layouts(stored, specs["gate"].name, specs["up"].name)

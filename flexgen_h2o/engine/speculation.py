@@ -10,11 +10,15 @@ out of the prompt: https://github.com/apoorvumang/prompt-lookup-decoding.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from flexgen_h2o.engine.blocks import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NGRAM_SIZES = (4, 3, 2)
 """Tokens at the end of a text that are looked up in it: the longest n-gram that is found counts."""
@@ -31,6 +35,15 @@ _SHORTEST_DRAFT = 4
 
 class Drafter(Protocol):
     """Drafts the tokens that a request may generate next."""
+
+    def read_hidden(self, request: Request, hidden: Iterator[Tensor]) -> None:
+        """Read the verifying model's hidden states at a request's next positions.
+
+        Parameters
+        ----------
+        hidden : iterator of Tensor [rows, hidden]
+            After the final norm, computed when they are taken. Those of rejected drafts come last.
+        """
 
     def begin(self, request: Request) -> None:
         """Read a prompt, so that its first draft takes no longer than others."""
@@ -85,6 +98,9 @@ class NgramDrafter:
             if following:  # repeated up to the requested length
                 return (following * (max_drafts // len(following) + 1))[:max_drafts]
         return []
+
+    def read_hidden(self, request: Request, hidden: Iterator[Tensor]) -> None:
+        """Do nothing: drafts come from the text alone."""
 
     def forget(self, request: Request) -> None:
         """Drop the n-grams of a request."""

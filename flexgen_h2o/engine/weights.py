@@ -64,6 +64,8 @@ class WeightStore:
     shard_prefetch : bool, optional
         Stream matrices on disk in row shards, with or without prefetching; vectors stay in memory
         then. None: fetch all weights of a unit together.
+    shared : mapping of str to Weight, optional
+        Weights by canonical name that need not be loaded: `resident_by_name` of another store.
 
     Attributes
     ----------
@@ -78,8 +80,9 @@ class WeightStore:
     def __init__(self, weights: ModelWeights, files: WeightFiles, transfers: Transfers, *,
                  placement: Placement, experts: Placement | None = None,
                  choices: ExpertChoices | None = None, pin: bool = True,
-                 shard_prefetch: bool | None = None):
+                 shard_prefetch: bool | None = None, shared: Mapping[str, Weight] | None = None):
         self.files = files
+        self._shared = shared or {}
         self._weight_format = files.weight_format
         self._pin = pin
         self._transfers = transfers
@@ -185,6 +188,9 @@ class WeightStore:
                 self._load_buffer(unit, tier, unit.specs, arena)
             done += sum(map(self._bytes, unit.specs.values()))
             progress(done, total)
+        for unit in self.units:
+            unit.resident |= {name: self._shared[spec.name] for name, spec in unit.specs.items()
+                              if spec.name in self._shared}
         self._tie_tables()
         if self._stream is not None:
             for index, unit in enumerate(self.units):
@@ -204,7 +210,8 @@ class WeightStore:
         """Return the tensors of a unit to load from a tier: no shards, no tied copies of resident
         tensors, and no tables on disk."""
         specs = {name: spec for name, spec in self.units[index].specs.items()
-                 if self.tiers[spec.name] == tier and spec.name not in self._shards}
+                 if self.tiers[spec.name] == tier
+                 and spec.name not in self._shards and spec.name not in self._shared}
         if index == 0 and tier == "disk":
             return {name: spec for name, spec in specs.items() if name not in self._table_names}
         if index > 0 and tier != "disk":
@@ -312,6 +319,12 @@ class WeightStore:
         """Return the resident weights of a unit; None without the unit or one of `names`."""
         resident = self.units[index].resident if index < len(self.units) else {}
         return resident if resident.keys() >= set(names) else None
+
+    @property
+    def resident_by_name(self) -> dict[str, Weight]:
+        """The weights in compute memory by canonical name, without experts."""
+        return {unit.specs[name].name: weight for unit in self.units
+                for name, weight in unit.resident.items() if not isinstance(weight, ShardedMatrix)}
 
     def get(self, index: int) -> dict[str, Weight]:
         """Return the weights of a unit by local name, on the compute device and ready to use.

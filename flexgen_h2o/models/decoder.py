@@ -7,7 +7,8 @@
 - "gate" and "up" or the fused "gate_up", and "down": the gated MLP; without a gate "up" and "down",
 - "ln1", "ln2": norms before attention and MLP; "post1", "post2": norms of their outputs,
 - "q_norm", "k_norm": norms of queries and keys, per head or over all heads, by their width,
-- "q_norm0", "k_norm0" and so on: layer norms without bias, one for each head.
+- "q_norm0", "k_norm0" and so on: layer norms without bias, one for each head,
+- "enorm", "hnorm" and "eh_proj": inputs of a layer for multi-token prediction.
 
 A matrix "x" has the bias "x_bias" if there is such a tensor. A norm with a bias is a layer norm,
 one without is an RMS norm (with `ModelConfig.layer_norm` a layer norm). torch is imported with the
@@ -61,6 +62,9 @@ class Decoder:
         Whether norms have biases.
     qk_norm_of_all_heads : bool
         Whether queries and keys are normed over all heads, instead of each head.
+    mtp_norm : str
+        Name in a layer for multi-token prediction of the norm before the output matrix. Empty if
+        the family does not read these layers.
     """
 
     DEFAULTS: ClassVar[Mapping[str, Mapping[str, Any]]]
@@ -74,6 +78,7 @@ class Decoder:
     norms: Mapping[str, str] = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
     norm_bias = False
     qk_norm_of_all_heads = False
+    mtp_norm = ""
 
     def read(self, f: Fields) -> ModelConfig:
         """Return the sizes and options that a config.json describes."""
@@ -115,11 +120,14 @@ class Decoder:
         """Return the tensors of a model, by short names."""
         table = (cfg.vocab_size, cfg.hidden_size)
         tokens = TensorSpec(f"{self.embedding}.weight", table)
-        head = {**norm_specs("norm", self.final_norm, cfg.hidden_size, self.norm_bias),
+        final_norm = self.final_norm
+        if cfg.first_layer:
+            final_norm = f"{self.layers}.{cfg.first_layer}.{self.mtp_norm}"
+        head = {**norm_specs("norm", final_norm, cfg.hidden_size, self.norm_bias),
                 **linear_specs("lm_head", self.output, table, cfg.head_bias)}
         if cfg.tie_word_embeddings:
             head["lm_head"] = tokens
-        layers = tuple(self.layer_specs(cfg, f"{self.layers}.{layer}.")
+        layers = tuple(self.layer_specs(cfg, f"{self.layers}.{cfg.first_layer + layer}.")
                        for layer in range(cfg.num_layers))
         return ModelWeights({"tokens": tokens}, layers, head, tables=("tokens",),
                             mlp=("ln2", "gate", "up", "gate_up", "down", "post2"))
@@ -131,6 +139,8 @@ class Decoder:
         """
         specs = {**self.layer_norm_specs(cfg, prefix), **self.attention_specs(cfg, prefix),
                  **self.mlp_specs(cfg, prefix)}
+        if cfg.first_layer:
+            specs = mtp_specs(cfg, prefix) | specs
         # With a parallel residual `attention_output` computes the MLP first.
         return move_last(specs, "out") if cfg.parallel_residual else specs
 
@@ -181,6 +191,28 @@ class Decoder:
         """
         x = lookup("tokens", ids)
         return x if cfg.embed_scale == 1.0 else x.mul_(x.new_tensor(cfg.embed_scale))
+
+    def join_hidden(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, hidden: Tensor,
+                    ops: Operations) -> None:
+        """Join embeddings and hidden states in a layer for multi-token prediction.
+
+        As in DeepSeek V3 (arXiv 2412.19437, section 2.2): x becomes
+        ``eh_proj(concat(enorm(x), hnorm(hidden)))``.
+
+        Parameters
+        ----------
+        x : Tensor [rows, hidden]
+            Embeddings of the tokens that follow the rows' positions.
+        hidden : Tensor [rows, hidden]
+            Hidden states at these positions: of the model, after its final norm, or of this layer
+            for tokens that it has drafted.
+        """
+        for block in row_blocks(len(x)):
+            source = x[block]
+            both = ops.get("joined", (len(source), 2 * cfg.hidden_size), x.dtype)
+            norm(cfg, w, "enorm", source, ops, out=both[:, : cfg.hidden_size])
+            norm(cfg, w, "hnorm", hidden[block], ops, out=both[:, cfg.hidden_size :])
+            ops.linear(both, w["eh_proj"], None, out=source)
 
     def attention_inputs(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
                          ops: Operations) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,15 +307,19 @@ class Decoder:
             add_linear_(cfg, w, x[block], wide, ops, matrix="down", post_norm="post2")
         return x
 
-    def head(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return logits [rows, vocab] of x [rows, hidden], in x's dtype."""
+    def final_hidden(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the norm of x [rows, hidden] before the output matrix."""
         from flexgen_h2o.models import layers  # here, because it imports torch
 
         if cfg.layer_norm or "norm_bias" in w:
-            x = layers.layer_norm(x, w["norm"], w.get("norm_bias"), eps=cfg.norm_eps)
-        else:
-            x = layers.rms_norm(x, w["norm"], eps=cfg.norm_eps, offset=cfg.norm_offset)
-        logits = layers.linear(x, w["lm_head"], w.get("lm_head_bias"))
+            return layers.layer_norm(x, w["norm"], w.get("norm_bias"), eps=cfg.norm_eps)
+        return layers.rms_norm(x, w["norm"], eps=cfg.norm_eps, offset=cfg.norm_offset)
+
+    def head(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return logits [rows, vocab] of x [rows, hidden], in x's dtype."""
+        from flexgen_h2o.models import layers
+
+        logits = layers.linear(self.final_hidden(cfg, w, x), w["lm_head"], w.get("lm_head_bias"))
         if cfg.logit_divisor != 1.0:
             logits.div_(cfg.logit_divisor)
         if cfg.logit_softcap:
@@ -311,6 +347,14 @@ def attention_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
             **linear_specs("v", f"{prefix}self_attn.v_proj", (cfg.kv_size, hidden), bias),
             **linear_specs("out", f"{prefix}self_attn.o_proj", (hidden, cfg.q_size),
                            cfg.out_bias)}
+
+
+def mtp_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+    """Return the inputs of a layer for multi-token prediction."""
+    hidden = cfg.hidden_size
+    return {**norm_specs("enorm", f"{prefix}enorm", hidden),
+            **norm_specs("hnorm", f"{prefix}hnorm", hidden),
+            **linear_specs("eh_proj", f"{prefix}eh_proj", (hidden, 2 * hidden))}
 
 
 def mlp_specs(cfg: ModelConfig, prefix: str, block: str = "mlp") -> dict[str, TensorSpec]:

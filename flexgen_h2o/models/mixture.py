@@ -75,8 +75,9 @@ class MixtureDecoder(Decoder):
         if cfg.experts is None:
             return weights
         experts = tuple(
-            tuple(self.expert_specs(cfg, f"model.layers.{layer}.{self.block}.experts.{number}.")
-                  for number in range(cfg.experts.count if cfg.has_experts(layer) else 0))
+            tuple(self.expert_specs(
+                cfg, f"model.layers.{cfg.first_layer + layer}.{self.block}.experts.{number}.")
+                for number in range(cfg.experts.count if cfg.has_experts(layer) else 0))
             for layer in range(cfg.num_layers))
         shared = tuple(f"shared_{name}" for name in (*MATRICES, "router"))
         return replace(weights, mlp=weights.mlp + shared, experts=experts)
@@ -136,7 +137,7 @@ class MixtureDecoder(Decoder):
         from flexgen_h2o.models.checkpoint import View  # here, because it imports torch
 
         views: dict[str, Sequence[View]] = {}
-        for layer, experts in enumerate(cfg.weights.experts):
+        for layer, experts in enumerate(cfg.weights.experts, cfg.first_layer):
             starts = self.aliases(f"model.layers.{layer}.")
             for number, specs in enumerate(experts):
                 ffn = specs["gate"].shape[0]

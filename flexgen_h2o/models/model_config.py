@@ -100,8 +100,9 @@ class ModelConfig:
     dense_layers : tuple of bool
         Whether a layer has an MLP in place of experts; empty if none has. See `has_experts`.
     extra_layers : int
-        Layers for multi-token prediction, which follow the others in checkpoints. They are not
-        loaded.
+        Layers for multi-token prediction, which follow the others in checkpoints: see `mtp_model`.
+    first_layer : int
+        Number of the first layer in checkpoints. It is 0 except in an `mtp_model`.
     attention : tuple of AttentionVariant
         One per decoder layer; empty if all have the default variant. See `attention_variant`.
     latent : LatentConfig or None
@@ -162,6 +163,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     dense_layers: tuple[bool, ...] = ()
     extra_layers: int = 0
+    first_layer: int = 0
     attention: tuple[AttentionVariant, ...] = ()
     latent: LatentConfig | None = None
     recurrent: RecurrentConfig | None = None
@@ -224,6 +226,19 @@ class ModelConfig:
     def with_extra_layer(self) -> ModelConfig:
         """Return the model with a copy of its last layer added."""
         return self.select_layers([*range(self.num_layers), self.num_layers - 1])
+
+    @property
+    def mtp_model(self) -> ModelConfig | None:
+        """The model of the first layer for multi-token prediction alone.
+
+        It continues the hidden states of this model, with its embedding and its output matrix: see
+        `Decoder.join_hidden`. None if there is no such layer, or if the family does not read it.
+        """
+        if not self.extra_layers or not family(self).mtp_norm:
+            return None
+        # It is a layer like the last one, with experts if any layer has them.
+        last = replace(self, dense_layers=()).select_layers([self.num_layers - 1])
+        return replace(last, first_layer=self.num_layers, extra_layers=0)
 
     @cached_property
     def weights(self) -> ModelWeights:
@@ -415,6 +430,8 @@ class ModelConfig:
         if self.latent is not None:
             wide += self.latent.query_rank + self.latent.key_dim + self.num_heads * (
                 self.latent.query_dim + self.latent.value_dim)
+        if self.first_layer:  # embeddings beside hidden states
+            wide += 2 * self.hidden_size
         if self.attention_gate:
             wide = max(wide, self.q_size)
         if self.recurrent is not None:

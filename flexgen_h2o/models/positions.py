@@ -93,10 +93,13 @@ def check_halves(config: ModelConfig, policy: Policy) -> None:
 
 
 def check_speculation(config: ModelConfig, policy: Policy) -> None:
-    """Raise `UserError` if the model cannot take back rejected drafts."""
+    """Raise `UserError` if the model cannot take back rejected drafts, or draft by itself."""
     if policy.speculate is not None and config.recurrent is not None:
         raise UserError(f"{config.name} has recurrent layers, whose states cannot take back "
                         "drafts: leave --speculate and --draft-model out")
+    if policy.speculate == "mtp" and config.mtp_model is None:
+        raise UserError(f"{config.name} has no layers for multi-token prediction that can draft: "
+                        "use --speculate ngram or --draft-model")
 
 
 def check_experts(config: ModelConfig, policy: Policy) -> None:

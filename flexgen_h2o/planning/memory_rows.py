@@ -192,16 +192,20 @@ def plan_rows(run: PlannedRun) -> tuple[MemoryRow, ...]:
     scratch = max(scratch_bytes(run), 0 if draft is None else scratch_bytes(draft))
     rows = (*_weight_rows(run), *_cache_rows(run), *_state_rows(run),
             *_activation_rows(run),
-            *(() if draft is None else _draft_rows(draft)), MemoryRow("workspace", scratch))
+            *(() if draft is None else _draft_rows(run, draft)), MemoryRow("workspace", scratch))
     if run.has_gpu:
         return rows
     return tuple(MemoryRow(row.name, 0, row.gpu + row.cpu, row.disk) for row in rows)
 
 
-def _draft_rows(draft: PlannedRun) -> Iterator[MemoryRow]:
+def _draft_rows(run: PlannedRun, draft: PlannedRun) -> Iterator[MemoryRow]:
     """Yield the weights of a draft model, and the caches and hidden states of its texts."""
-    for name, rows in (("draft model", _weight_rows(draft)),
-                       ("draft cache", chain(_cache_rows(draft), _activation_rows(draft)))):
+    weights, is_mtp = _weight_rows(draft), run.draft is not None and run.draft.weights is None
+    if is_mtp and run.weight_placements[0].disk == 0:  # the run's own are in memory
+        weights = (row for row in weights if row.name != "embeddings")
+    # A layer for multi-token prediction keeps as many hidden states of the run's model.
+    caches = chain(_cache_rows(draft), *[_activation_rows(draft) for _ in range(1 + is_mtp)])
+    for name, rows in (("draft model", weights), ("draft cache", caches)):
         yield MemoryRow(name, sum(row.gpu + row.cpu for row in rows))
 
 

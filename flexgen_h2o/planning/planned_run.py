@@ -141,10 +141,18 @@ def _inverse(touched: Callable[[float], float], experts: float) -> float:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A small model that drafts tokens, resident in memory, and the format of its weights."""
+    """A model that drafts tokens, resident in memory.
+
+    Attributes
+    ----------
+    model : ModelConfig
+    weights : WeightOptions or None
+        Format of its weights. None for an `mtp_model`: it has the format of the run's weights, and
+        uses the run's embedding and head if they are in memory.
+    """
 
     model: ModelConfig
-    weights: WeightOptions
+    weights: WeightOptions | None
 
 
 @dataclass(frozen=True)
@@ -229,7 +237,7 @@ class PlannedRun:
             return None
         load = replace(self.workload, gpu_batch_size=1, num_gpu_batches=self.sequences)
         return PlannedRun(self.draft.model, Policy(prefill_chunk=DRAFT_CHUNK), load, self.itemsize,
-                          self.has_gpu, weights=self.draft.weights)
+                          self.has_gpu, weights=self.draft.weights or self.weights)
 
     @property
     def is_first_stage(self) -> bool:

@@ -696,6 +696,21 @@ def test_a_plan_counts_the_time_and_memory_of_a_draft_model(tmp_path):
     assert shares == sorted(set(shares)) and hosts == sorted(set(hosts))
 
 
+def test_a_plan_has_the_layer_for_multi_token_prediction(tmp_path):
+    """With its own embedding and head only where those of the model are on disk."""
+    rows = []
+    for percent in ((0, 0, 100, 0, 100, 0), (100, 0, 100, 0, 100, 0)):
+        plan = plan_of(tmp_path, replace(CPU, cpu_bytes=400 * GB), model="zai-org/GLM-4.5-Air",
+                       speculate="mtp", percent=percent, gpu_batch_size=1)
+        assert "pays if more than" in plan.text and "--speculate mtp" in plan.text
+        rows.append({row.name: row.cpu for row in MemoryPlan(plan.best.run).rows})
+    layer = rows[1]["draft model"]
+    assert layer == pytest.approx(2 * 2.375e9, rel=0.001)
+    assert rows[0]["draft model"] - layer == pytest.approx(2 * 2 * 151552 * 4096, rel=1e-4)
+    refused(lambda: plan_of(tmp_path, CPU, model="moonshotai/Kimi-K2-Instruct", speculate="mtp"),
+            "no layers for multi-token prediction")
+
+
 @pytest.mark.parametrize("percent", ["auto", "0 100 100 0", "100 0 100 0"])
 def test_a_plan_with_speculation_says_when_drafts_pay(tmp_path, capsys, percent):
     save_hardware(CPU, tmp_path / "cpu.yaml")

@@ -480,7 +480,8 @@ def write(case: Case, config: Any, weights: Weights, path: Path, kind: Kind | No
     case.more(writer, config)
     _add_alphas(writer, weights)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    extra = getattr(config, "num_nextn_predict_layers", 0)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers + extra)
     for name, values in stacked(_as_converted(case, weights, config)).items():
         called = (name if name.startswith("blk.") else
                   names.get_name(name, (".weight", ".bias")))

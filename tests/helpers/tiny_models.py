@@ -159,11 +159,14 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
 """Models with a vision tower, around text models of `TINY`."""
 
 
-def make_tiny(key: str, folder: Path) -> TinyModel:
-    """Build the model of a key with seeded random weights, and save it."""
+def make_tiny(key: str, folder: Path, **changes: Any) -> TinyModel:
+    """Build the model of a key with seeded random weights, and save it.
+
+    `changes` are values of its config.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = (TINY | MIXTURES | LATENT | MULTIMODAL)[key]()
+    config = (TINY | MIXTURES | LATENT | MULTIMODAL)[key](**changes)
     config.eos_token_id = None  # a random model must not happen to stop
     kind = AutoModelForImageTextToText if key in MULTIMODAL else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32).eval()

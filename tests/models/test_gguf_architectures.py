@@ -57,7 +57,9 @@ def test_config_and_tensors_are_those_of_the_model(tmp_path, name):
                 load_file(tmp_path / "original" / "model.safetensors").items()
                 if not key.endswith((".act_fn.beta", ".act_fn.eps"))}  # constants of xIELU
     converted = load_file(folder / "model.safetensors")
-    assert set(converted) == set(original)
+    layer = "model.layers.2."  # for multi-token prediction, in a family that reads it
+    predicting = {f"{layer}eh_proj.weight", f"{layer}input_layernorm.weight"}
+    assert set(converted) == set(original) | (predicting if name == "glm4moe" else set())
     for key, tensor in original.items():
         error = 1e-6 if key.endswith("A_log") else 0  # the file has its exponential
         torch.testing.assert_close(converted[key], tensor, rtol=0, atol=error, msg=key)

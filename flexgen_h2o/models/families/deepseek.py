@@ -73,6 +73,7 @@ class DeepSeek(MixtureDecoder):
         },
     }
     correction = "gate.e_score_correction_bias"
+    mtp_norm = "shared_head.norm"
 
     def read(self, f: Fields) -> ModelConfig:
         latent = _read_latent(f)
@@ -102,7 +103,7 @@ class DeepSeek(MixtureDecoder):
         """Return the views of experts, and of the two maps of each head in "kv_b_proj"."""
         views = super().views(cfg)
         nope, height = cfg.latent.nope_dim, cfg.latent.nope_dim + cfg.latent.value_dim
-        for layer, specs in enumerate(cfg.weights.layers):
+        for layer, specs in enumerate(cfg.weights.layers, cfg.first_layer):
             for short, rows in (("k_b", range(nope)), ("v_b", range(nope, height))):
                 views[specs[short].name] = self.views_of(
                     f"model.layers.{layer}.self_attn.kv_b_proj.weight", rows=rows,

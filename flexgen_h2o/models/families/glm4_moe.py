@@ -28,6 +28,7 @@ class Glm4Moe(MixtureDecoder):
         },
     }
     correction = "gate.e_score_correction_bias"
+    mtp_norm = "shared_head.norm"
 
     def read(self, f: Fields) -> ModelConfig:
         glm = f.values["model_type"] == "glm4_moe"

@@ -83,6 +83,8 @@ _HYBRID = _table(
     ssm_alpha="linear_attn.in_proj_a", ssm_beta="linear_attn.in_proj_b",
     ssm_conv1d="linear_attn.conv1d", ssm_a="linear_attn.A_log", ssm_dt="linear_attn.dt_bias",
     ssm_norm="linear_attn.norm", ssm_out="linear_attn.out_proj")
+_NEXTN = _table({"nextn.enorm": "enorm", "nextn.hnorm": "hnorm", "nextn.eh_proj": "eh_proj",
+                 "nextn.shared_head_norm": "shared_head.norm"})  # multi-token prediction
 _LATENT = _table(
     _GROUPED_MIXTURE, attn_q_a="self_attn.q_a_proj", attn_q_a_norm="self_attn.q_a_layernorm",
     attn_q_b="self_attn.q_b_proj", attn_kv_a_mqa="self_attn.kv_a_proj_with_mqa",
@@ -97,6 +99,9 @@ EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 DELTA_NET = ("attn_qkv", "attn_gate")
 """Tensors with the queries, keys and values of a gated DeltaNet, and with the gates of values."""
+
+NEXTN_COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
+"""Ends of names of tensors that a layer for multi-token prediction shares with the model."""
 
 BARE = frozenset({"attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt"})
 """Tensors that have no ".weight" or ".bias" on the hub."""
@@ -460,7 +465,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     "glm4moe": Architecture(
         "glm4_moe", "Glm4MoeForCausalLM", counts=_GROUPED, numbers=_GROUPED_NUMBERS,
         flags=_GROUPED_FLAGS, biases={"attention_bias": _QKV}, more=_glm4_moe, rope=partial_rope,
-        layer=_without(_table(_GROUPED_MIXTURE, _QK_NORMS, _POST_NORM), "ffn_norm")),
+        layer=_without(_table(_GROUPED_MIXTURE, _QK_NORMS, _POST_NORM, _NEXTN), "ffn_norm")),
     "dots1": Architecture(
         "dots1", "Dots1ForCausalLM", counts=_GROUPED, numbers=_GROUPED_NUMBERS,
         flags=_GROUPED_FLAGS, biases={"attention_bias": _QKV},

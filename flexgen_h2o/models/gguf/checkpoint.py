@@ -25,6 +25,7 @@ from flexgen_h2o.models.gguf.architectures import (
     DELTA_NET,
     EXPERTS,
     HEAD_MAPS,
+    NEXTN_COPIES,
     Architecture,
     extra_layers,
     num_layers,
@@ -44,7 +45,7 @@ from flexgen_h2o.models.gguf.tensors import (
 _F32 = BLOCK_TYPES[0]
 _MAX_TENSORS = 1 << 17  # mostly experts: the largest models have some ten thousand
 _LAYER_NUMBER = re.compile(r"blk\.([0-9]{1,9})\.")
-_LAYER = re.compile(r"blk\.([0-9]{1,9})\.([a-z0-9_]+)(?:\.(weight|bias))?")
+_LAYER = re.compile(r"blk\.([0-9]{1,9})\.((?:nextn\.)?[a-z0-9_]+)(?:\.(weight|bias))?")
 
 Tensors = dict[str, GgufTensor | FusedExperts | FusedRows]
 
@@ -76,12 +77,14 @@ def mapped(header: GgufHeader, *, fuse: bool = True) -> Tensors:
         (DELTA_NET, arch.fused_delta_net)) if fuse and fuses]
     files = {path: _mapped(path) for path in header.files}
     tensors: Tensors = {}
-    layers = num_layers(meta) if extra_layers(meta) else math.inf
+    layers = num_layers(meta) + ("nextn.eh_proj" in arch.layer) if extra_layers(meta) else math.inf
     parts: dict[tuple[tuple[str, ...], str], dict[str, GgufTensor]] = {}
     for name, stored in meta.tensors.items():
         match, number = _LAYER.fullmatch(name), _LAYER_NUMBER.match(name)
-        # Ropes are part of the configuration; layers for multi-token prediction come last.
-        if name in ROPE_TENSORS or number and int(number[1]) >= layers:
+        # Ropes are part of the configuration; layers for multi-token prediction come last, and only
+        # the first of them is ever used.
+        if (name in ROPE_TENSORS or name.endswith(NEXTN_COPIES)
+                or number and int(number[1]) >= layers):
             continue
         shifted = arch.shifted and name.endswith("norm.weight") and "ssm_norm" not in name
         tensor = GgufTensor(files[stored.source], stored.ggml_type, stored.shape, stored.offset,
