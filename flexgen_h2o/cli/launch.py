@@ -20,6 +20,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_json_texts, read_lines
 
 if TYPE_CHECKING:
+    from flexgen_h2o.cli.planner import Plan
     from flexgen_h2o.distributed.pipeline import Pipeline
     from flexgen_h2o.llm import LLM
 
@@ -138,14 +139,19 @@ def joined(config: RunConfig, command: str, *, replica: int | None = None
             raise
 
 
-def open_on_ranks(config: RunConfig, pipeline: Pipeline | None, *,
-                  bounds: Sequence[int] | None = None, **overrides: Any) -> LLM:
-    """Open the `LLM` of a configuration on the first rank, and tell the others to open theirs."""
+def open_on_ranks(config: RunConfig, pipeline: Pipeline | None, plan: Plan | None = None,
+                  **overrides: Any) -> LLM:
+    """Open the `LLM` of a configuration on the first rank, and tell the others to open theirs.
+
+    It uses the plan's kernels and layers of the ranks; its policy is in the configuration.
+    """
+    if plan is not None:
+        overrides["implementations"] = plan.implementations
     if pipeline is None:
         return open_llm(config, **overrides)
     # Send the resolved configuration: other ranks may not see the files that it came from.
     pipeline.broadcast(msgspec.json.encode(config.to_dict()))
-    return open_llm(config, pipeline=pipeline, bounds=bounds, **overrides)
+    return open_llm(config, pipeline=pipeline, bounds=plan and plan.bounds, **overrides)
 
 
 def follow(pipeline: Pipeline) -> None:

@@ -50,7 +50,7 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
     texts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
     files = {} if config.plan_only else result_files(config)
     check_results(files)
-    best, implementations, bounds = None, None, None  # of the plan
+    plan = None
     if config.percent == AUTO or config.plan_only:
         from flexgen_h2o.cli import planner  # imports scipy, which is slow
 
@@ -60,14 +60,12 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
             plan.show()
         if config.plan_only:
             return
-        config, best, implementations = plan.config, plan.best, plan.implementations
-        bounds = plan.bounds
+        config = plan.config
         files = result_files(config)
         check_results(files)
     trace = Trace(enabled=config.trace is not None or config.debug_mode is not None)
     with open_on_ranks(
-        config, pipeline, bounds=bounds, texts=texts, workload=workload(config, texts),
-        implementations=implementations,
+        config, pipeline, plan, texts=texts, workload=workload(config, texts),
         # Progress bars would break into the texts.
         progress=None if config.verbose and not config.stream else False, trace=trace,
         verbose=config.verbose >= 3,
@@ -92,9 +90,9 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
             raise
         stats = llm.stats
         assert stats is not None  # generate has set it
-        if best is not None:
-            stats = replace(stats, predicted_prefill_seconds=best.prefill_seconds,
-                            predicted_decode_seconds=best.decode_seconds)
+        if plan is not None:
+            stats = replace(stats, predicted_prefill_seconds=plan.best.prefill_seconds,
+                            predicted_decode_seconds=plan.best.decode_seconds)
     summary = report.stats_table(stats)
     if config.debug_mode == "breakdown":
         summary += f"\n\n{report.breakdown_table(trace.spans())}"

@@ -7,7 +7,7 @@ the same command resumes it. Invalid flags and files are refused before torch is
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -37,13 +37,13 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import SettingsFile, report_partial
 from flexgen_h2o.files.terminal import byte_bar, print_stdout
 from flexgen_h2o.files.writing import catch_write_errors
-from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics import report
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.requests.input import JobInput
 from flexgen_h2o.requests.results import ResultsFile
 
 if TYPE_CHECKING:
+    from flexgen_h2o.cli.planner import Plan
     from flexgen_h2o.distributed.pipeline import Pipeline
 
 __all__ = ["main", "parse_args", "parser", "run"]
@@ -71,7 +71,7 @@ def run(options: BatchOptions) -> int:
 def _run_job(options: BatchOptions, pipeline: Pipeline | None) -> int:
     """Run the job on the only rank, or on the first rank of a pipeline."""
     with _open_results(options) as (results, errors), _open_input(options) as source:
-        config, implementations, bounds = _resolve_plan(options, source)
+        config, plan = _resolve_plan(options, source)
         remaining, progress = _resume(options, config, source, results=results, errors=errors)
         stats = None
         if len(remaining) and options.ray:
@@ -81,8 +81,7 @@ def _run_job(options: BatchOptions, pipeline: Pipeline | None) -> int:
                     remaining, lambda: stop.requested or progress.is_over(options.max_hours))
         elif len(remaining):
             with (report_partial(partial(_done, progress)),
-                  open_on_ranks(config, pipeline, bounds=bounds, progress=False,
-                                implementations=implementations) as llm,
+                  open_on_ranks(config, pipeline, plan, progress=False) as llm,
                   StopRequest(_announce_end) as stop):  # a signal during loading stops at once
                 progress.begin()
                 job = Job(llm, source, options, results=results, errors=errors, progress=progress,
@@ -111,7 +110,7 @@ def _run_first_replica(options: BatchOptions, rank: ReplicaRank, queue: WindowQu
     published = False
     try:
         with _open_results(options) as (results, errors), _open_input(options) as source:
-            config, _, _ = _resolve_plan(options, source)
+            config, _ = _resolve_plan(options, source)
             remaining, progress = _resume(options, config, source, results=results, errors=errors)
             size, published = data_parallel.publish_job(queue, source, options, remaining), True
             with report_partial(partial(_done, progress)):
@@ -191,27 +190,26 @@ def _open_input(options: BatchOptions) -> JobInput:
         return JobInput(options.input, progress=bar)
 
 
-def _resolve_plan(options: BatchOptions, source: JobInput
-                  ) -> tuple[RunConfig, AutotuneTable | None, Sequence[int] | None]:
-    """Return the configuration to run, and the measured kernels and ranks' layers of its plan.
+def _resolve_plan(options: BatchOptions, source: JobInput) -> tuple[RunConfig, Plan | None]:
+    """Return the configuration to run, and its plan, if ``--percent auto`` has made one.
 
     ``--percent auto`` and ``--strict`` read all requests first. ``--strict`` raises `UserError`
     for a request that cannot run.
     """
     config = options.run
     if not options.strict and config.percent != AUTO:
-        return config, None, None
+        return config, None
     stats = scan_input(source, load_tokenizer(config), options)
     if options.strict:
         _refuse_failures(options, stats)
     if config.percent != AUTO:
-        return config, None, None
+        return config, None
     if stats.failures == stats.requests:  # nothing to plan for
         return replace(config, percent=RunConfig.percent, goal=RunConfig.goal,
-                       allow_compression=False, recalibrate=False), None, None
+                       allow_compression=False, recalibrate=False), None
     plan = plan_job(config, stats)
     plan.show()
-    return plan.config, plan.implementations, plan.bounds
+    return plan.config, plan
 
 
 def _refuse_failures(options: BatchOptions, stats: InputStats) -> None:
