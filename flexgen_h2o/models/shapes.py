@@ -74,9 +74,9 @@ def _gemma3(*sizes: int, **other) -> dict[str, Any]:
         "full_attention": _rope(1000000.0, "linear", factor=8.0)}, **other)
 
 
-def _gemma4(*sizes: int, **other) -> dict[str, Any]:
-    return _sizes("gemma4_text", *sizes, sliding_window=1024, max_position_embeddings=262144,
-                  attention_k_eq_v=True, hidden_size_per_layer_input=0,
+def _gemma4(model_type: str, *sizes: int, global_kv_heads: int, **other) -> dict[str, Any]:
+    return _sizes(model_type, *sizes, sliding_window=1024, max_position_embeddings=262144,
+                  attention_k_eq_v=True, num_global_key_value_heads=global_kv_heads,
                   final_logit_softcapping=30.0, **other)
 
 
@@ -245,10 +245,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "google/gemma-3-12b-pt": _gemma3(3840, 48, 16, 8, 15360),
     "google/gemma-3-27b-pt": _gemma3(5376, 62, 32, 16, 21504, head_dim=128,
                                      query_pre_attn_scalar=168),
+    "google/gemma-4-12B": _gemma4("gemma4_unified_text", 3840, 48, 16, 8, 15360,
+                                  global_kv_heads=1),
     "google/gemma-4-26B-A4B": _gemma4(
-        2816, 30, 16, 8, 2112, num_global_key_value_heads=2, enable_moe_block=True,
-        num_experts=128, top_k_experts=8, moe_intermediate_size=704),
-    "google/gemma-4-31B": _gemma4(5376, 60, 32, 16, 21504, num_global_key_value_heads=4),
+        "gemma4_text", 2816, 30, 16, 8, 2112, global_kv_heads=2, hidden_size_per_layer_input=0,
+        enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704),
+    "google/gemma-4-31B": _gemma4("gemma4_text", 5376, 60, 32, 16, 21504, global_kv_heads=4,
+                                  hidden_size_per_layer_input=0),
     "ibm-granite/granite-3.0-8b-base": _sizes(
         "granite", 4096, 40, 32, 8, 12800, vocab_size=49155, max_position_embeddings=4096,
         rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,

@@ -1,4 +1,4 @@
-"""Caches of layers with different heads: the tokens of the full cache, and of its simulation."""
+"""Caches of layers with different heads: tokens do not depend on blocks, tiers and drafts."""
 
 from dataclasses import replace
 

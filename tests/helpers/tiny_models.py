@@ -142,6 +142,9 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
     "gemma3_vision": lambda: _multimodal("gemma3", TINY["gemma3"]),
     "gemma4_vision": lambda: _multimodal("gemma4", TINY["gemma4"](pad_token_id=0).to_dict(),
                                          num_key_value_heads=2, head_dim=24),
+    "gemma4_unified": lambda: _multimodal(
+        "gemma4_unified", TINY["gemma4_12b"](pad_token_id=0).to_dict(), mm_embed_dim=8,
+        mm_posemb_size=4),
     "mistral3": lambda: _multimodal("mistral3", _mistral(sliding_window=None)),
     "llava": lambda: _multimodal("llava", _llama()),
     "aya_vision": lambda: _multimodal("aya_vision", TINY["cohere2"]),

@@ -43,7 +43,8 @@ def test_tensors_and_parameter_counts_equal_the_saved_model(tiny_model, key):
 
 
 @pytest.mark.parametrize("rows", [1, 10, 33])
-@pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "llama_head_dim", "neox"])
+@pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "llama_head_dim", "neox",
+                                 "gemma4"])
 def test_scratch_memory_equals_the_plan(tiny_model, key, rows):
     with LLM(str(tiny_model(key).folder), dtype="float32", progress=False) as llm:
         llm.generate([list(range(3, 3 + rows))], max_new_tokens=1, eos_token_id=-1)

@@ -46,7 +46,9 @@ _TEXT = {
 
 
 class Gemma4(MixtureDecoder):
-    """Short names beside those of `Decoder` and `MixtureDecoder` are
+    """The decoder of Gemma 4.
+
+    Short names beside those of `Decoder` and `MixtureDecoder` are
 
     - "layer_scalar" [1]: the factor of a layer's output,
     - "router_scale" [hidden], "router_expert_scale" [experts]: factors of the router's input and of
@@ -110,9 +112,9 @@ class Gemma4(MixtureDecoder):
         more = {"router_norm": "pre_feedforward_layernorm_2",
                 "post_shared": "post_feedforward_layernorm_1",
                 "post_experts": "post_feedforward_layernorm_2"}
-        return specs | {short: spec for norm, name in more.items()
-                        for short, spec in norm_specs(norm, f"{prefix}{name}",
-                                                      cfg.hidden_size).items()}
+        for short, name in more.items():
+            specs |= norm_specs(short, f"{prefix}{name}", cfg.hidden_size)
+        return specs
 
     def router_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
         assert cfg.experts is not None
