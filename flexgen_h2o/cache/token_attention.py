@@ -8,30 +8,31 @@ replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flexgen_h2o.cache.chunked_prefill import LayerAttention
-from flexgen_h2o.cache.decode_attention import (
-    HostAttention,
-    PendingAttention,
-    SparseAttention,
-)
-from flexgen_h2o.cache.draft_journal import DraftJournal
+from flexgen_h2o.cache.decode_attention import HostAttention, PendingAttention, SparseAttention
 from flexgen_h2o.cache.eviction_state import EvictionStates, Rope, StepMetadata
 from flexgen_h2o.cache.layout import CacheShape
 from flexgen_h2o.cache.retrieval import Recall, RecallStep
 from flexgen_h2o.cache.tiers import CacheTier, SlotUpdate
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout
+from flexgen_h2o.h2o.eviction import EvictionState
 from flexgen_h2o.h2o.key_smoothing import BasisChange
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import EvictionArguments, VariantArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.storage.transfer import Transfers
+
+_TierKey = tuple[int, int, int]
+"""A tier of the cache in a layer: layer, batch, and the tier's first sequence."""
 
 
 def tiers_of(tiers: Sequence[CacheTier], batch_layout: BatchLayout) -> list[CacheTier]:
@@ -65,10 +66,10 @@ class TokenAttention:
         self._device = transfers.device.torch_device
         self._host = HostAttention(transfers)
         self._sparse = SparseAttention(shape, transfers)
-        self._journal = DraftJournal()
+        self._journal = _DraftJournal()
         self._batch_layouts: Sequence[BatchLayout] = ()
-        self._updates: dict[tuple[int, int, int], SlotUpdate] = {}
-        """Slots written by a decode step, by layer, batch and the tier's first sequence."""
+        self._updates: dict[_TierKey, SlotUpdate] = {}
+        """Slots written by a decode step."""
         self._newest: dict[int, int] = {}
         """Number of the newest token of each batch, drafted ones included."""
 
@@ -113,7 +114,7 @@ class TokenAttention:
     # Decode steps
 
     def attend(self, layer: int, batch: int, q, k, v, *, token: int, rope: Rope | None,
-               sinks: torch.Tensor | None = None, drafted: bool = False) -> PendingAttention:
+               sinks: Tensor | None = None, drafted: bool = False) -> PendingAttention:
         """Start attention from one new token of each sequence; cache the new tokens; evict.
 
         Attention over a tier in host memory may run as a background job on the CPU.
@@ -168,7 +169,7 @@ class TokenAttention:
             pending.outputs[tier.first] = out
         return pending
 
-    def _rotate(self, layer: int, batch: int, q, k, rope: Rope | None) -> torch.Tensor | None:
+    def _rotate(self, layer: int, batch: int, q, k, rope: Rope | None) -> Tensor | None:
         """Rotate and smooth new queries and keys in place; return offsets of their products."""
         query_rotation, key_rotation = self._rotations(layer, batch, rope)
         offsets = self._empty_offsets(layer, q, query_rotation[1])
@@ -186,8 +187,8 @@ class TokenAttention:
             return [(rope, None)] * 2
         return [(rope, smoothing.queries), (rope, smoothing.keys)]
 
-    def _empty_offsets(self, layer: int, q: torch.Tensor, change: BasisChange | None
-                       ) -> torch.Tensor | None:
+    def _empty_offsets(self, layer: int, q: Tensor, change: BasisChange | None
+                       ) -> Tensor | None:
         """Return a tensor [sequences, heads] for the offsets of products, or None.
 
         Only soft caps and attention sinks need them: see `h2o.key_smoothing`.
@@ -199,7 +200,7 @@ class TokenAttention:
 
     def _tier_attention(self, layer: int, batch: int, tier: CacheTier, token: int,
                         options: Mapping[str, Any]
-                        ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+                        ) -> Callable[..., tuple[Tensor, Tensor]]:
         """Return the function (q, k, v) -> (output, slots of the new tokens) of a tier."""
         step = self._recall_step(layer, batch, tier, token)
         if step is not None:
@@ -215,7 +216,7 @@ class TokenAttention:
             layout=self._shape.layout, state=self._evictions.state(layer, batch, tier), **options)
 
     def _update_metadata(self, layer: int, batch: int, tier: CacheTier, token: int
-                         ) -> torch.Tensor:
+                         ) -> Tensor:
         return self._step_metadata.update(layer, batch, tier, token=token,
                                           device=tier.attention_device(self._device))
 
@@ -230,7 +231,7 @@ class TokenAttention:
     # Prefetch of selected tokens
 
     def prefetch(self, layer: int, batch: int, q, k, *, token: int, rope: Rope | None,
-                 sinks: torch.Tensor | None = None) -> None:
+                 sinks: Tensor | None = None) -> None:
         """Start fetching the tokens that a new token may select, by a predicted query and key.
 
         Arguments are as in `attend`. Results do not depend on the prediction.
@@ -263,7 +264,7 @@ class TokenAttention:
         return self._device.type == "cpu" and one_tier and in_kernels
 
     def capture(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
-                sinks: torch.Tensor | None = None, out: torch.Tensor,
+                sinks: Tensor | None = None, out: Tensor,
                 capture: cpu_library.CapturedCalls) -> None:
         """Capture `attend`: a replay reads q, k and v and writes `out`, like q.
 
@@ -300,3 +301,62 @@ class TokenAttention:
             self._update_metadata(layer, batch, tier, token)
         for layer in () if self._recall is None else self._recall.budget_layers:
             self._recall_step(layer, batch, tier, token)
+
+
+@dataclass(frozen=True)
+class _DraftedToken:
+    """What one drafted token has overwritten."""
+
+    position: int
+    slots: SlotUpdate  # that it took, with their contents before
+    state: EvictionState
+    before: list[Tensor]  # copies of the state's tensors
+
+
+class _DraftJournal:
+    """The drafted tokens that are not verified yet, in each tier of a cache that evicts.
+
+    A cache without eviction needs none: the next token takes the slot of the first rejected one.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[_TierKey, list[_DraftedToken]] = {}
+        self._cache: Tensor  # copy of the slots before the next token
+
+    def __contains__(self, key: _TierKey) -> bool:
+        return key in self._tokens
+
+    def attend(self, key: _TierKey, position: int, cache: Tensor, state: EvictionState,
+               attend: Callable[..., tuple[Tensor, Tensor]], *qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``attend(*qkv)`` of a drafted token at a position, and record what it overwrites.
+
+        All drafted tokens of one key come before those of the next key. `attend` attends, caches
+        the token in `cache` [kinds, sequences, kv_heads, slots, width], evicts, and returns the
+        output and the slots.
+        """
+        if key not in self._tokens:
+            self._tokens[key] = []
+            self._cache = cache.clone()  # the slot to be taken is not known before
+        before = [x.clone() for x in state.tensors]
+        out, slots = attend(*qkv)
+        self._tokens[key].append(_DraftedToken(
+            position, SlotUpdate.gather(self._cache, slots), state, before))
+        SlotUpdate.gather(cache, slots).write(self._cache)
+        return out, slots
+
+    def roll_back(self, key: _TierKey, cached: int, cache: Tensor) -> bool:
+        """Undo the tokens from position `cached` on, and forget the others, which are accepted.
+
+        Return whether any was undone. `cache` is as in `attend`.
+        """
+        rejected = [token for token in self._tokens.pop(key) if token.position >= cached]
+        for token in reversed(rejected):
+            token.slots.write(cache)
+        for token in rejected[:1]:
+            for target, before in zip(token.state.tensors, token.before, strict=True):
+                target.copy_(before)
+        return bool(rejected)
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self._tokens.clear()
