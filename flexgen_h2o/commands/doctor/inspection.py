@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -115,9 +115,9 @@ def kernels(offload_dir: str) -> KernelFacts:
         return replace(facts, refused=str(error))
 
 
-def by_rows(choose: Callable[[int], str], rows: Sequence[int] = ROWS) -> str:
+def by_rows(choose: Callable[[int], str]) -> str:
     """Return the implementations by rows as text, such as ``skinny up to 16, then pytorch``."""
-    parts = [(name, max(group)) for name, group in groupby(rows, choose)]
+    parts = [(name, max(group)) for name, group in groupby(ROWS, choose)]
     ends = [f"{name} up to {last}" for name, last in parts[:-1]]
     return ", ".join([*ends, f"then {parts[-1][0]}"] if ends else [parts[-1][0]])
 
