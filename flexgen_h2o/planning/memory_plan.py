@@ -157,7 +157,7 @@ def _move(policy: Policy, tier: str, has_gpu: bool) -> Policy | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class MemoryCheck:
     """Check of runs of one model against free memory.
 
