@@ -204,6 +204,15 @@ def _llama3(writer: GGUFWriter, config: Any) -> None:
     writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
 
 
+def _proportional(writer: GGUFWriter, config: Any) -> None:
+    rotated = 2  # pairs of a quarter of a head of 16
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * 6, np.float32))
+
+
+def _named_scalars(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    yield name + ".weight" if name.endswith("layer_scalar") else name, values
+
+
 def _longrope(writer: GGUFWriter, config: Any) -> None:
     for name in ("long", "short"):
         writer.add_tensor(f"rope_factors_{name}.weight",
@@ -306,6 +315,14 @@ _GEMMA3: Keys = {
     "rope_freq_base_swa": lambda c: c.rope_parameters["sliding_attention"]["rope_theta"],
     "rope_scaling_factor": lambda c: c.rope_parameters["full_attention"]["factor"]}
 
+_GEMMA4: Keys = {
+    **_WINDOW, "sliding_window_pattern": lambda c: [kind[0] == "s" for kind in c.layer_types],
+    "key_length": 16, "value_length": 16, "key_length_swa": 12, "value_length_swa": 12,
+    "head_count_kv": lambda c: [2, 1], "rope_dimension_count": 16, "rope_dimension_count_swa": 12,
+    "rope_freq_base_swa": lambda c: c.rope_parameters["sliding_attention"]["rope_theta"],
+    "final_logit_softcapping": "final_logit_softcapping", "shared_kv_layers": 0,
+    "embedding_length_per_layer_input": 0}
+
 _LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
@@ -342,6 +359,11 @@ CASES: dict[str, Case] = {
     "gemma3": Case("gemma3", "gemma3_text", {
         "num_hidden_layers": 6, "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 16,
         "tie_word_embeddings": True, "rope_parameters": _GEMMA3_ROPE}, _GEMMA3, _one_more),
+    "gemma4": Case("gemma4", "gemma4_text", {
+        "head_dim": 12, "global_head_dim": 16, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "sliding_window": 16, "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0, "tie_word_embeddings": True, "layer_types": _WINDOWS},
+        _GEMMA4, _named_scalars, _proportional),
     "olmo2": Case("olmo2", "olmo2"),
     "olmo3": Case("olmo2", "olmo3", {"num_hidden_layers": 4, "sliding_window": 16}, _WINDOW_LAYERS),
     "exaone4": Case("exaone4", "exaone4", {"num_hidden_layers": 4, "sliding_window": 16,
@@ -540,11 +562,11 @@ def _add_values(writer: GGUFWriter, config: Any) -> None:
     if getattr(config, "intermediate_size", None):
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None)
-                             or config.num_attention_heads)
-    if config.to_dict().get("head_dim"):
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+    sizes = config.to_dict()  # attributes that differ between layers cannot be read
+    writer.add_head_count_kv(sizes.get("num_key_value_heads") or config.num_attention_heads)
+    if sizes.get("head_dim"):
+        writer.add_key_length(sizes["head_dim"])
+        writer.add_value_length(sizes["head_dim"])
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if hasattr(config, "layer_norm_eps"):

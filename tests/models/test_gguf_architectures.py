@@ -250,6 +250,16 @@ def test_partial_rotary_in_gguf_is_an_error(tmp_path, name):
             f"{size // 2} of a head's {size} dimensions rotate")
 
 
+@pytest.mark.parametrize(("values", "words"), [
+    ({"expert_count": 8}, "GGUF files of Gemma 4's mixture are not supported"),
+    ({"rope.dimension_count_swa": 6}, "rope factors differ from Gemma 4's"),
+    ({"attention.key_length": 20}, "rope factors differ from Gemma 4's")])
+def test_other_gemma4_in_gguf_is_an_error(tmp_path, values, words):
+    header = read_header(make("gemma4", tmp_path)[1])
+    changes = {f"gemma4.{key}": value for key, value in values.items()}
+    refused(lambda: config_of(replace(header, values={**header.values, **changes})), words)
+
+
 @pytest.mark.parametrize(("name", "layers", "scale"), [("gemma2", 46, 8), ("gemma3", 62, 8),
                                                        ("gemma2", 26, 12)])
 def test_query_scale_of_large_gemmas(tmp_path, name, layers, scale):

@@ -19,6 +19,7 @@ from flexgen_h2o.models.gguf.header import Metadata
 from flexgen_h2o.models.gguf.rope import (
     deepseek_rope,
     gemma3_rope,
+    gemma4_rope,
     layered_rope,
     partial_rope,
     phi3_rope,
@@ -103,7 +104,7 @@ DELTA_NET = ("attn_qkv", "attn_gate")
 NEXTN_COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
 """Ends of names of tensors that a layer for multi-token prediction shares with the model."""
 
-BARE = frozenset({"attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt"})
+BARE = frozenset({"attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_dt"})
 """Tensors that have no ".weight" or ".bias" on the hub."""
 
 _SIZES = _table(max_position_embeddings="context_length", hidden_size="embedding_length",
@@ -288,6 +289,23 @@ def _gemma3(meta: Metadata, head_dim: int) -> dict[str, Any]:
             cap: meta.number(cap) if meta.has(cap) else None}
 
 
+def _gemma4(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    if meta.count("expert_count", 0):
+        raise UserError(f"{meta.source}: GGUF files of Gemma 4's mixture are not supported; give "
+                        "the model's Hugging Face folder instead")
+    values, cap = _alternating(6)(meta, head_dim), "final_logit_softcapping"
+    types, key = values["layer_types"], "attention.head_count_kv"
+    local, full = (types.index(kind) if kind in types else 0
+                   for kind in ("sliding_attention", "full_attention"))
+    return {**values, cap: meta.number(cap) if meta.has(cap) else None,
+            "num_key_value_heads": meta.count(key, layer=local),
+            "num_global_key_value_heads": meta.count(key, layer=full),
+            "global_head_dim": meta.count("attention.key_length"),
+            "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in meta.tensors,
+            "hidden_size_per_layer_input": meta.count("embedding_length_per_layer_input", 0),
+            "num_kv_shared_layers": meta.count("attention.shared_kv_layers", 0)}
+
+
 def _exaone4(meta: Metadata, head_dim: int) -> dict[str, Any]:
     if meta.has("attention.sliding_window"):
         return _alternating(4)(meta, head_dim)
@@ -395,6 +413,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
                        final_logit_softcapping=("final_logit_softcapping", 30.0))),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", layer=_table(_SANDWICH, _QK_NORMS),
                            fixed=_GEMMA, more=_gemma3, rope=gemma3_rope, shifted=True),
+    "gemma4": Architecture(
+        "gemma4_text", "Gemma4ForCausalLM", fixed=_GEMMA, more=_gemma4, rope=gemma4_rope,
+        layer=_table(_SANDWICH, _QK_NORMS, layer_output_scale="layer_scalar")),
     "olmo2": _OLMO2,
     "exaone4": replace(_OLMO2, model_type="exaone4", class_name="Exaone4ForCausalLM", biases={},
                        more=_exaone4),

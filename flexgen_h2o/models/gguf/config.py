@@ -77,6 +77,9 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
     """
     meta, arch = architecture_of(header)
     head_dim = head_size(meta)
+    more = arch.more(meta, head_dim)
+    if "num_key_value_heads" not in more:
+        more["num_key_value_heads"] = kv_heads(meta)
     config = {
         "architectures": [arch.class_name], "model_type": arch.model_type,
         "vocab_size": meta.tensor("token_embd.weight").shape[0],
@@ -84,9 +87,9 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
         **_read(arch.counts, meta.count), **_read(arch.numbers, meta.number),
         **_read(arch.flags, meta.flag),
         "num_hidden_layers": num_layers(meta),
-        "num_key_value_heads": kv_heads(meta), "head_dim": head_dim,
+        "head_dim": head_dim,
         "rope_parameters": arch.rope(meta, head_dim),
-        "hidden_act": "silu", **arch.fixed, **arch.more(meta, head_dim),
+        "hidden_act": "silu", **arch.fixed, **more,
         **{key: biased(meta, *names) for key, names in arch.biases.items()},
         "bos_token_id": meta.token("bos"), "pad_token_id": meta.token("padding"),
         "eos_token_id": meta.token("eos")}
@@ -101,6 +104,8 @@ def head_size(meta: Metadata) -> int:
     """Return the dimensions of a head."""
     if meta.architecture == "deepseek2":  # the rotary dimensions are a head of their own
         return meta.count("rope.dimension_count")
+    if meta.architecture == "gemma4":  # key_length is that of layers with full attention
+        return meta.count("attention.key_length_swa")
     width, heads = meta.count("embedding_length"), meta.count("attention.head_count")
     whole = meta.architecture == "llama" and meta.has("rope.dimension_count")
     usual = meta.count("rope.dimension_count") if whole else max(1, width // heads)

@@ -340,10 +340,16 @@ class Metadata:
         self._values = header.values
         self.architecture = str(self._values.get("general.architecture", "unknown"))
 
-    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return an integer from `least`, or from the default if that is less, to 2^31 - 1."""
+    def count(self, key: str, default: int | None = None, *, least: int = 1,
+              layer: int | None = None) -> int:
+        """Return an integer from `least`, or from the default if that is less, to 2^31 - 1.
+
+        A value with a number for each layer must have equal ones, unless `layer` is given.
+        """
         least = least if default is None else min(least, default)
         value = self._value(key, default)
+        if isinstance(value, tuple) and layer is not None and layer < len(value):
+            value = value[layer]
         if isinstance(value, tuple) and len(set(value)) == 1:  # one number per layer
             value = value[0]
         if isinstance(value, tuple) and all(type(number) is int for number in value):

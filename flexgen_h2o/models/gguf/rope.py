@@ -114,6 +114,21 @@ def gemma3_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
             "sliding_attention": {"rope_type": "default", "rope_theta": local}}
 
 
+def gemma4_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    """Return `rope_parameters` by layer type. Huge divisors stand for frequencies of 0."""
+    width, divisors = meta.count("attention.key_length"), _vector(meta, "rope_freqs.weight")
+    rotated = divisors.count(1.0)
+    still = divisors[rotated:]
+    local = meta.count("rope.dimension_count_swa", head_dim)
+    if len(divisors) != width // 2 or (still and min(still) < 1e29) or local != head_dim:
+        raise UserError(f"{meta.source}: its rope factors differ from Gemma 4's; not supported")
+    return {"full_attention": {"rope_type": "proportional",
+                               "rope_theta": meta.number("rope.freq_base", 1e6),
+                               "partial_rotary_factor": 2 * rotated / width},
+            "sliding_attention": {"rope_type": "default",
+                                  "rope_theta": meta.number("rope.freq_base_swa", _THETA)}}
+
+
 def _vector(meta: Metadata, name: str) -> list[float]:
     """Return the numbers of a small float32 tensor; an empty list if the file has none."""
     if name not in meta.tensors:
