@@ -281,10 +281,10 @@ CONTROL, NORMAL, BYTE = (int(kind) for kind in (gguf.TokenType.CONTROL, gguf.Tok
 
 def saved(folder: Path, tokens: list[tuple[str, int]], *, kind: str = "gpt2",
           split: str | None = "qwen2", merges: list[str] | None = None, bos: int | None = 0,
-          eos: int | None = 1, **values: object) -> list[int]:
+          eos: int | None = 1, architecture: str = "llama", **values: object) -> list[int]:
     """Write the tokenizer of a GGUF file into a folder; returns the end tokens."""
     path = folder / "tiny.gguf"
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, architecture)
     writer.add_tokenizer_model(kind)
     if split is not None:
         writer.add_tokenizer_pre(split)
@@ -375,6 +375,19 @@ def test_words_without_merges(tmp_path, split, count):
     tokenizer = load_tokenizer(tmp_path)
     assert len(tokenizer("hello", add_special_tokens=False).input_ids) == count
     assert tokenizer.decode(tokenizer("hello", add_special_tokens=False).input_ids) == "hello"
+
+
+def test_gemma4_merges_pieces_after_bos(tmp_path):
+    tokens = [("<pad>", CONTROL), ("<eos>", CONTROL), ("<bos>", CONTROL), ("<unk>", CONTROL),
+              *((f"<0x{byte:02X}>", BYTE) for byte in range(256)),
+              *((text, NORMAL) for text in ("\u2581", "h", "e", "l", "he", "hel", "\u2581h"))]
+    assert saved(tmp_path, tokens, kind="gemma4", split=None, architecture="gemma4", bos=2,
+                 merges=["\u2581 h", "h e", "he l"]) == [1]
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer("hel he\u00e9").input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == [
+        "<bos>", "hel", "\u2581h", "e", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "hel he\u00e9"
 
 
 @pytest.mark.parametrize("values, pieces", [
