@@ -7,7 +7,7 @@ On disk the cache is in *pages*, each with the keys and values of adjacent token
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -383,7 +383,7 @@ def recalls_in_place(device: Device) -> bool:
 
 
 def make_tiers(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int], *,
-               transfers: Transfers, on_host: bool, run_folder: Callable[[], RunFolder], name: str,
+               transfers: Transfers, on_host: bool, run_folder: RunFolder, name: str,
                recalled: Sequence[bool] = (), hot_slots: Sequence[int] = (),
                fetched: type[FetchedTier] = FetchedTier) -> list[CacheTier]:
     """Return the tiers of a cache.
@@ -394,8 +394,8 @@ def make_tiers(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int
         Sequences of a batch on (gpu, cpu, disk).
     on_host : bool
         Attention over the sequences on cpu runs on the host.
-    run_folder : callable
-        Create the folder for the sequences on disk.
+    run_folder : RunFolder
+        For the sequences on disk.
     name : str
         Name of their file.
     recalled : sequence of bool
@@ -426,11 +426,11 @@ def make_tiers(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int
         tiers.append(fetched(slot_layout, *in_host, path=None, **sizes))
     if disk and any(hot_slots) and not device.is_gpu:
         # A kernel reads the file through one descriptor: it cannot be striped.
-        path = run_folder().file(name, DiskRecallTier.recalled_file_bytes(
+        path = run_folder.file(name, DiskRecallTier.recalled_file_bytes(
             slot_layout, disk, capacity, hot_slots))
         tiers.append(DiskRecallTier(slot_layout, *on_disk, path=path, hot_slots=hot_slots, **sizes))
     elif disk:
-        striped = run_folder().striped_file(name, FetchedTier.file_bytes(
+        striped = run_folder.striped_file(name, FetchedTier.file_bytes(
             slot_layout, disk, capacity))
         tiers.append(fetched(slot_layout, *on_disk, path=striped, **sizes))
     return tiers

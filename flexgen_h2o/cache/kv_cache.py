@@ -60,8 +60,8 @@ class KVCache:
     rope : callable (positions) -> Rope or None
         RoPE tables of a model with rotary embeddings, for rolling positions.
     transfers : Transfers
-    run_folder : callable
-        Create the folder for the cache on disk.
+    run_folder : RunFolder
+        For the cache on disk.
     smoothing : sequence of LayerSmoothing
         Key smoothing of each layer; empty: keys are not smoothed.
     suffix : str
@@ -79,7 +79,7 @@ class KVCache:
 
     def __init__(self, shape: CacheShape, size: CacheSize, policy: Policy, *,
                  h2o: H2OConfig | None, rope: Callable[[torch.Tensor], Rope | None],
-                 transfers: Transfers, run_folder: Callable[[], RunFolder],
+                 transfers: Transfers, run_folder: RunFolder,
                  smoothing: Sequence[LayerSmoothing] = (), suffix: str = ""):
         self.shape = shape
         self._h2o = None if h2o is None or h2o.is_full else h2o

@@ -57,12 +57,12 @@ class RecurrentStates:
     policy : Policy
         The cache's placement.
     transfers : Transfers
-    run_folder : callable
-        Create the folder for states on disk.
+    run_folder : RunFolder
+        For states on disk.
     """
 
     def __init__(self, config: RecurrentConfig, num_layers: int, size: CacheSize, policy: Policy, *,
-                 transfers: Transfers, run_folder: Callable[[], RunFolder]):
+                 transfers: Transfers, run_folder: RunFolder):
         self._layers = range(num_layers)
         self._batch_layouts: Sequence[BatchLayout] = ()
         self.tiers = make_tiers(

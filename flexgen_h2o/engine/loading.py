@@ -111,11 +111,8 @@ def _load_weights(source: ModelSource, args: EngineArgs, stage: Stage, transfers
         transfers, placement=placement, experts=experts, choices=choices, pin=policy.pin_weight,
         shard_prefetch=policy.overlap if sharded else None, shared=shared)
 
-    def run_folder() -> RunFolder:
-        folder = RunFolder(args.offload_dir)
-        resources.callback(folder.close)
-        return folder
-
+    run_folder = RunFolder(args.offload_dir)
+    resources.callback(run_folder.close)
     with byte_bar("loading", progress=args.progress) as update:
         weights.load(run_folder, with_heartbeat(update),
                      offload_file=None if args.offload_dir.striped else source.offload_file)

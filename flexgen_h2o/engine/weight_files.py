@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -285,7 +285,7 @@ class WeightFiles:
         # A file with an odd header length does not align elements.
         return None if info.extent.offset % dtype.itemsize else info.extent
 
-    def offload(self, specs: Iterable[TensorSpec], run_folder: Callable[[], RunFolder],
+    def offload(self, specs: Iterable[TensorSpec], run_folder: RunFolder,
                 offload_file: PersistentOffloadFile | None) -> None:
         """Write the tensors that have no extent yet, or all, to an offload file.
 
@@ -293,8 +293,8 @@ class WeightFiles:
         ----------
         specs : iterable of TensorSpec
             All tensors of the disk tier; a tied one may come twice.
-        run_folder : callable
-            Creates the folder for the run's own offload file.
+        run_folder : RunFolder
+            For the run's own offload file.
         offload_file : PersistentOffloadFile or None
             Offload file to use in place of the run's own.
         """
@@ -307,7 +307,7 @@ class WeightFiles:
             if offload_file is not None:
                 extents, missing = opened.enter_context(offload_file.writing(sizes))
             else:
-                path = run_folder().striped_file(
+                path = run_folder.striped_file(
                     "weights.bin", sum(round_up(size, PAGE) for size in sizes.values()))
                 extents, missing = _consecutive(path, sizes), sizes.keys()
             self._offloaded.update(extents)

@@ -157,15 +157,15 @@ class WeightStore:
         return tiers | assign(((name, self._bytes(spec)) for name, spec in specs.items()),
                               placement)
 
-    def load(self, run_folder: Callable[[], RunFolder],
+    def load(self, run_folder: RunFolder,
              progress: Callable[[int, int], None] = lambda done, total: None, *,
              offload_file: PersistentOffloadFile | None = None) -> None:
         """Load every tensor to its tier.
 
         Parameters
         ----------
-        run_folder : callable
-            Creates the folder for an offload file, if one is needed.
+        run_folder : RunFolder
+            For an offload file, if one is needed.
         progress : callable (done, total)
             Is called with bytes after each unit.
         offload_file : PersistentOffloadFile, optional

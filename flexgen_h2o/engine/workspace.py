@@ -55,7 +55,7 @@ class HiddenStates:
     """
 
     def __init__(self, rows: int, hidden: int, dtype: torch.dtype, *, batches: int,
-                 placement: Placement, transfers: Transfers, run_folder: Callable[[], RunFolder]):
+                 placement: Placement, transfers: Transfers, run_folder: RunFolder):
         self._transfers = transfers
         self._device = transfers.device
         self._placement = placement
@@ -70,7 +70,7 @@ class HiddenStates:
         self._stores = [BackingStore(self._device.empty(gpu if self._away else size))
                         for _ in range(batches)]
         disk_bytes = round_up(size, PAGE) if placement.disk > 0 else 0
-        path = run_folder().striped_file("hidden.bin", disk_bytes * batches) if disk_bytes else None
+        path = run_folder.striped_file("hidden.bin", disk_bytes * batches) if disk_bytes else None
         for index, store in enumerate(self._stores if self._away else ()):
             if placement.cpu > 0:
                 store.host = self._device.host_empty(cpu)
@@ -233,12 +233,12 @@ class Workspace:
         self.size = size
         self.dtype = dtype
         self.operations = Operations(transfers.device.torch_device)
-        self._offload_dir = offload_dir
         self._transfers = transfers
-        self._folder: RunFolder | None = None
+        self._run_folder = RunFolder(offload_dir)
 
         with ExitStack() as resources:
             self._resources = resources
+            resources.callback(self._remove_files)
             self.cache: BlockCache
             cached = config.attention_only
             if cache is not None:
@@ -286,13 +286,10 @@ class Workspace:
         for cache in self.caches:
             (cache.resume if keep_cache else cache.begin)(batches)
 
-    def _run_folder(self) -> RunFolder:
-        if self._folder is None:
-            self._folder = RunFolder(self._offload_dir)
-            self._resources.callback(self._folder.close)
-            for path in self._folder.paths:
-                self._resources.callback(self._transfers.disk.forget, path)
-        return self._folder
+    def _remove_files(self) -> None:
+        for path in self._run_folder.paths:
+            self._transfers.disk.forget(path)
+        self._run_folder.close()
 
     def close(self) -> None:
         """Wait for transfers, and remove the files; a second call is a no-op."""

@@ -103,36 +103,40 @@ class _PrivateFolder:
 
 
 class RunFolder:
-    """Private folder (mode 0700) for the offload files of one run, which is removed with the run.
+    """Private folder (mode 0700) for the offload files of one run.
 
-    There is one in each of several offload folders. A lock on the folder shows that its run is
-    alive. The kernel drops the lock when the process ends, however it ends; the next run removes
-    folders without a lock.
+    It is created with the first file, and removed with the run. There is one in each of several
+    offload folders. A lock on the folder shows that its run is alive. The kernel drops the lock
+    when the process ends, however it ends; the next run removes folders without a lock.
 
     Parameters
     ----------
     offload_dir : path, sequence of path, or OffloadDirs
         Parent folders, which are created if needed.
-
-    Raises
-    ------
-    UserError
-        A folder cannot be created or written.
     """
 
     def __init__(self, offload_dir: AnyDirs):
         self._dirs = OffloadDirs.of(offload_dir)
         self._folders: list[_PrivateFolder] = []
+
+    def create(self) -> None:
+        """Create the private folders, unless they exist.
+
+        Raises `UserError` if one cannot be created or written.
+        """
+        if self._folders:
+            return
         try:
             for path in self._dirs.paths:
                 self._folders.append(_PrivateFolder(path))
         except BaseException:
             self.close()
+            self._folders.clear()
             raise
 
     @property
     def paths(self) -> list[Path]:
-        """The private folders."""
+        """The private folders; none before the first file."""
         return [folder.path for folder in self._folders]
 
     def file(self, name: str, nbytes: int) -> Path:
@@ -140,6 +144,7 @@ class RunFolder:
 
         Of several offload folders, it is in the one with the largest share.
         """
+        self.create()
         path = self.paths[self._dirs.stripes.index(max(self._dirs.stripes))] / name
         _allocate(path, nbytes)
         return path
@@ -148,6 +153,7 @@ class RunFolder:
         """Create a file like `file`, striped over all offload folders if there are several."""
         if not self._dirs.striped:
             return self.file(name, nbytes)
+        self.create()
         file = self._dirs.striped_file([path / name for path in self.paths])
         for path, size in zip(file.files, file.sizes(nbytes), strict=True):
             _allocate(path, size)

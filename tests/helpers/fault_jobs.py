@@ -108,7 +108,9 @@ class Job:
         temporary files stay.
         """
         if not removed and (offload := self.folder / "offload").exists():
-            RunFolder(offload).close()
+            folder = RunFolder(offload)
+            folder.create()
+            folder.close()
         paths = [path for path in self.folder.rglob("*") if path.name.startswith(RUN_PREFIX)
                  or removed and path.suffix in (".tmp", ".part")]
         return [str(path.relative_to(self.folder)) for path in paths]

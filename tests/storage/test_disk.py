@@ -237,9 +237,10 @@ def test_truncated_and_missing_files_are_errors(tmp_path, disk):
 
 def test_run_folder_is_private_and_removed(tmp_path):
     folder = RunFolder(tmp_path / "deep" / "offload")
+    assert not folder.paths and not list(tmp_path.iterdir())
+    assert folder.file("a.bin", 5000).stat().st_size == round_up(5000, PAGE)
     private, = folder.paths
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
-    assert folder.file("a.bin", 5000).stat().st_size == round_up(5000, PAGE)
     folder.close()
     folder.close()
     assert list((tmp_path / "deep" / "offload").iterdir()) == []
@@ -252,9 +253,10 @@ def test_files_of_killed_runs_are_removed(tmp_path):
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(process, 0)
     left, = tmp_path.glob(f"{RUN_PREFIX}*")
-    living = RunFolder(tmp_path)
+    living, other = RunFolder(tmp_path), RunFolder(tmp_path)
+    living.create()
     assert not left.exists()
-    other = RunFolder(tmp_path)
+    other.create()
     assert living.paths[0].exists()
     living.close()
     other.close()
@@ -274,7 +276,7 @@ def test_unclosed_run_folder_is_removed_at_exit(tmp_path):
 def test_invalid_offload_folder_is_an_error(tmp_path, place, words):
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "gone").symlink_to("nowhere")
-    refused(lambda: RunFolder(tmp_path / place), match=f"--offload-dir .*{words}")
+    refused(RunFolder(tmp_path / place).create, match=f"--offload-dir .*{words}")
 
 
 @pytest.mark.parametrize("rates", [(1, 1), (3, 1), (1, 2, 5), (1, 999)])
@@ -314,7 +316,7 @@ def test_file_for_kernels_is_on_the_fastest_disk(tmp_path):
 
 def test_unusable_one_of_offload_folders_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
-    refused(lambda: RunFolder([tmp_path / "good", tmp_path / "file"]), match="file is a file")
+    refused(RunFolder([tmp_path / "good", tmp_path / "file"]).create, match="file is a file")
     assert os.listdir(tmp_path / "good") == []
     refused(lambda: RunFolder([]), match="offload_dir is empty")
     refused(lambda: RunFolder([tmp_path / "good", ""]), match="offload_dir must be")
