@@ -390,7 +390,8 @@ def summary(rows: Sequence[dict[str, str]]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of the comparison")
+    parser.add_argument("--config", type=Path, required=True, default=argparse.SUPPRESS,
+                        help="YAML file of the comparison")
     parser.add_argument("--models", type=Path, default=Path("."),
                         help="folder that holds the models' folders")
     parser.add_argument("--out", default="benchmarks/results/compare_cpu.csv",

@@ -312,8 +312,9 @@ def check_rows(out: str, table: ResumableCsv, sweeps: Sequence[Sweep]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--config", type=Path, nargs="+", required=True, help="YAML file")
-    parser.add_argument("--out", required=True,
+    parser.add_argument("--config", type=Path, nargs="+", required=True,
+                        default=argparse.SUPPRESS, help="YAML file")
+    parser.add_argument("--out", required=True, default=argparse.SUPPRESS,
                         help="CSV file; an existing one is continued")
     parser.add_argument("--models", type=Path, default=Path("."),
                         help="folder of model folders; other models are fetched")

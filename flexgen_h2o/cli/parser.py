@@ -68,7 +68,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
         self.advanced: list[argparse.Action] = []
         if own_flags:
-            self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags")
+            self.add_argument("--help-all", action=_HelpAll, nargs=0,
+                              default=argparse.SUPPRESS, help="show all flags")
             self.add_argument("--version", action="version", version=f"{PACKAGE} {VERSION}",
                               help="print the version and end")
 
