@@ -29,7 +29,7 @@ from flexgen_h2o.models.gguf.header import read_header
 from flexgen_h2o.models.sources import checkpoint_folder
 
 MAX_MEMORY = 1 << 30  # that a refusal may take for a moment
-MAX_SECONDS = 20
+MAX_SECONDS = 20  # of CPU time, whatever else the machine does
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 FILE = "model.safetensors"
 
@@ -76,11 +76,11 @@ def harmless(tmp_path, watch, monkeypatch) -> Iterator[None]:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak is from here on
-    before, began = status("VmRSS"), time.monotonic()
+    before, began = status("VmRSS"), time.process_time()
     watch.on, watch.seen = True, []
     yield
     watch.on = False
-    assert time.monotonic() - began < MAX_SECONDS
+    assert time.process_time() - began < MAX_SECONDS
     assert status("VmHWM") - before < MAX_MEMORY
     outside = [path for path in watch.seen if not path.startswith((str(tmp_path), "/dev/", "/proc"))
                and "__pycache__" not in path]
