@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -15,6 +16,10 @@ _OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}"}
 never end."""
 _CRASHING = re.compile(r"-922337203685477\d{4}(?!\d)")
 """Integers near -2**63, whose constants overflow the stack of llguidance 1.9."""
+_MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([0-9.]+)')
+_LARGEST_MULTIPLE = 100_000
+"""Bound of the states that llguidance 1.9 needs for ``multipleOf``: 0.7 s. Its own limits do not
+count them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +98,10 @@ class StructuredOutputs:
         if name in ("json", "grammar") and (number := _CRASHING.search(text)):
             raise UserError(f"structured_outputs' {name} has the number {number[0]}, which "
                             "llguidance cannot take: use one that is not near -2**63")
+        if name in ("json", "grammar") and _common_multiple(text) > _LARGEST_MULTIPLE:
+            raise UserError(f"structured_outputs' {name} has values of multipleOf that would take "
+                            "gigabytes: their least common multiple, in units of their last "
+                            f"digits, must be at most {_LARGEST_MULTIPLE:,}")
         try:
             if name in ("json", "json_object"):
                 schema = '{"type": "object"}' if name == "json_object" else text
@@ -106,6 +115,13 @@ class StructuredOutputs:
         if refused:
             raise UserError(f"structured_outputs' {name}: {messages[0]}")
         return grammar
+
+
+def _common_multiple(text: str) -> int:
+    """Return the least common multiple of a schema's `multipleOf`, in units of their last digits."""
+    text = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
+    digits = (number.replace(".", "").strip("0")[:20] for number in _MULTIPLE_OF.findall(text))
+    return math.lcm(*(int(number or 1) for number in digits))
 
 
 def _as_json(schema: Mapping[str, Any]) -> str:

@@ -177,6 +177,10 @@ def test_wrong_values_are_refused(options):
     StructuredOutputs(json={"$ref": "http://localhost/schema.json"}),
     StructuredOutputs(json={"enum": [1, [-2**63]]}), StructuredOutputs(json={"const": 512 - 2**63}),
     StructuredOutputs(grammar='start: %json {"const": -9223372036854775808}'),
+    StructuredOutputs(json={"type": "number", "multipleOf": 2**31}),
+    StructuredOutputs(json='{"type": "integer", "multiple\\u004ff": 999983.0}'),
+    StructuredOutputs(json={"allOf": [{"multipleOf": 9.97}, {"multipleOf": 991}]}),
+    StructuredOutputs(grammar='start: %json {"multipleOf" : 16777217}'),
 ])
 def test_grammars_that_cannot_be_met_are_refused(outputs):
     refused(lambda: outputs.compile(), match="structured_outputs")
