@@ -118,7 +118,7 @@ class StructuredOutputs:
 
 
 def _common_multiple(text: str) -> int:
-    """Return the least common multiple of a schema's `multipleOf`, in units of their last digits."""
+    """Return the least common multiple of all `multipleOf`, in units of their last digits."""
     text = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
     digits = (number.replace(".", "").strip("0")[:20] for number in _MULTIPLE_OF.findall(text))
     return math.lcm(*(int(number or 1) for number in digits))
