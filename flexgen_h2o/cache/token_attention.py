@@ -330,9 +330,9 @@ class _DraftJournal:
                attend: Callable[..., tuple[Tensor, Tensor]], *qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``attend(*qkv)`` of a drafted token at a position, and record what it overwrites.
 
-        All drafted tokens of one key come before those of the next key. `attend` attends, caches
-        the token in `cache` [kinds, sequences, kv_heads, slots, width], evicts, and returns the
-        output and the slots.
+        Call it for all drafted tokens of one key before the next key. `attend` computes the
+        attention of a token, caches the token in `cache` [kinds, sequences, kv_heads, slots,
+        width], evicts, and returns the output and the slots.
         """
         if key not in self._tokens:
             self._tokens[key] = []

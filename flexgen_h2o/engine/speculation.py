@@ -42,7 +42,7 @@ class Drafter(Protocol):
         Parameters
         ----------
         hidden : iterator of Tensor [rows, hidden]
-            After the final norm, computed when they are taken. Those of rejected drafts come last.
+            Hidden states after the final norm, computed lazily. Rows of rejected drafts are last.
         """
 
     def begin(self, request: Request) -> None:

@@ -697,7 +697,7 @@ def test_a_plan_counts_the_time_and_memory_of_a_draft_model(tmp_path):
 
 
 def test_a_plan_has_the_layer_for_multi_token_prediction(tmp_path):
-    """With its own embedding and head only where those of the model are on disk."""
+    """The plan counts an embedding and a head of the layer only if the model's are on disk."""
     rows = []
     for percent in ((0, 0, 100, 0, 100, 0), (100, 0, 100, 0, 100, 0)):
         plan = plan_of(tmp_path, replace(CPU, cpu_bytes=400 * GB), model="zai-org/GLM-4.5-Air",

@@ -104,7 +104,7 @@ def test_drafts_have_the_logits_of_the_paper(mtp_model, drafted_logits, monkeypa
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("key", KEYS)
 def test_tokens_do_not_depend_on_mtp(mtp_model, tmp_path, monkeypatch, always, key, name):
-    """With drafts that are right, wrong, and both; the next ones are those of the paper."""
+    """Accepted and rejected drafts change no token, and later drafts equal the reference."""
     mtp, options = mtp_model(key), {"offload_dir": str(tmp_path)} | RUNS[name]
     prompts = prompts_of(mtp, LENGTHS)
     plain, _ = run(mtp, prompts, new=NEW, **options)

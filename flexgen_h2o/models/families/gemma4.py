@@ -48,7 +48,7 @@ _TEXT = {
 class Gemma4(MixtureDecoder):
     """The decoder of Gemma 4.
 
-    Short names beside those of `Decoder` and `MixtureDecoder` are
+    Tensors that `Decoder` and `MixtureDecoder` do not have:
 
     - "layer_scalar" [1]: the factor of a layer's output,
     - "router_scale" [hidden], "router_expert_scale" [experts]: factors of the router's input and of

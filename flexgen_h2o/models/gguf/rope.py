@@ -115,7 +115,10 @@ def gemma3_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def gemma4_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """Return `rope_parameters` by layer type. Huge divisors stand for frequencies of 0."""
+    """Return `rope_parameters` by layer type.
+
+    Pairs of dimensions that do not rotate have huge divisors of the frequency in the file.
+    """
     width, divisors = meta.count("attention.key_length"), _vector(meta, "rope_freqs.weight")
     rotated = divisors.count(1.0)
     still = divisors[rotated:]
