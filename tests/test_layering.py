@@ -39,28 +39,22 @@ DYNAMIC = {
     "flexgen_h2o": "the public names are loaded on first use, so that flags answer without torch",
     "cli.commands": "a command is found by its name, above what commands share",
     "models.model_config": "a family is found by its name in the config",
-    "kernels.ops": "Triton's modules are loaded when a GPU first needs them",
-}
+    "kernels.ops": "Triton's modules are loaded when a GPU first needs them"}
 
 TORCH_PACKAGES = {"kernels", "storage", "cache", "models", "engine", "integrations",
                   "request_session", "streaming_session", "llm"}
-TORCH = {"h2o.eviction", "h2o.key_smoothing",
-         "h2o.policies",
-         "h2o.recall", "h2o.simulation", "planning.compute_rates", "planning.calibrate",
-         "distributed.control_messages", "distributed.pipeline"}
+TORCH = {"h2o.eviction", "h2o.key_smoothing", "h2o.policies", "h2o.recall", "h2o.simulation",
+         "planning.compute_rates", "planning.calibrate", "distributed.control_messages",
+         "distributed.pipeline"}
 """Modules that may import torch, beside `TORCH_PACKAGES`."""
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",
-         "storage.offload_dirs",
-         "storage.placement", "cache", "models", "models.model_config",
-         "models.shapes", "models.positions", "models.registry", "models.fields",
-         "models.rope", "models.decoder", "models.tensors", "models.families",
-         "models.quantization", "models.gguf.architectures",
-         "models.gguf", "models.gguf.config", "models.gguf.header", "models.gguf.rope",
-         "engine", "engine.schedule",
-         "engine.blocks", "distributed.heartbeat",
-         "engine.detokenization", "engine.slot_policy", "engine.expert_counts",
-         "integrations", "integrations.lm_eval",
-         "integrations.lm_eval.arguments", "integrations.lm_eval.__main__"}
+         "storage.offload_dirs", "storage.placement", "cache", "models", "models.model_config",
+         "models.shapes", "models.positions", "models.registry", "models.fields", "models.rope",
+         "models.decoder", "models.tensors", "models.families", "models.quantization",
+         "models.gguf.architectures", "models.gguf", "models.gguf.config", "models.gguf.header",
+         "models.gguf.rope", "engine", "engine.schedule", "engine.blocks", "distributed.heartbeat",
+         "engine.detokenization", "engine.slot_policy", "engine.expert_counts", "integrations",
+         "integrations.lm_eval", "integrations.lm_eval.arguments", "integrations.lm_eval.__main__"}
 
 
 def short(name: str) -> str:

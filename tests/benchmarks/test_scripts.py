@@ -92,9 +92,8 @@ def test_check_quality_fails_on_an_exceeded_bound(articles, words_model, tmp_pat
             monkeypatch.setattr(gate, name, value)
         monkeypatch.setattr(gate, "fetched", lambda name, into: words_model)
         strict = gate.Mode("cache-4", {"cache_bits": 4}, {"full": {gate.SMOLLM2: 0.5}})
-        for modes, status, held in (
-                (gate.modes(), 0, ["", "yes", "", "", ""]),
-                ([gate.Mode("full", long=True), strict], 2, ["", "no", ""])):
+        for modes, status, held in ((gate.modes(), 0, ["", "yes", "", "", ""]),
+                                    ([gate.Mode("full", long=True), strict], 2, ["", "no", ""])):
             monkeypatch.setattr(gate, "modes", lambda modes=modes: modes)
             names = ["weights-8", "h2o-20"] if status == 0 else ["cache-4"]
             monkeypatch.setattr(sys, "argv", [

@@ -61,8 +61,7 @@ def test_chunks_equal_the_definition(chunks, heavy, recent, sinks, mean, bits, s
             rows, kv_heads, 3 * number + 2)
         sequence = SequenceState(min(before, budget), before, heavy, recent, scored=heavy > 0)
         if shuffle:  # as decode leaves the slots
-            order = torch.randperm(sequence.cached,
-                                   generator=torch.Generator().manual_seed(number))
+            order = torch.randperm(sequence.cached, generator=torch.Generator().manual_seed(number))
             for x, dim in ((held, 2), (state.scores, 2), (state.positions, 2)):
                 x.narrow(dim, 0, sequence.cached).copy_(x.index_select(dim, order))
         out = append_chunk(q, new_k, new_v, slots=held, sequence=sequence, state=state,

@@ -14,8 +14,7 @@ ALONE = Policy(gpu_batch_size=1, refill_share=1)
 POLICIES = {
     "blocks": Policy(gpu_batch_size=3, num_gpu_batches=2, cache=Placement(34, 0, 66),
                      refill_share=0.2),
-    "chunks": Policy(gpu_batch_size=4, prefill_chunk=6, cache=Placement(0, 0, 100)),
-}
+    "chunks": Policy(gpu_batch_size=4, prefill_chunk=6, cache=Placement(0, 0, 100))}
 
 
 def generated(folder, tmp_path, policy, lengths=LENGTHS, **options):

@@ -132,8 +132,7 @@ DAMAGES = {
     "no config": (lambda model: (model / "config.json").unlink(), "config.json"),
     "no JSON": (write_config("{"), "not JSON"),
     "no object": (write_config("[]"), "not a JSON object"),
-    "unsupported": (write_config('{"model_type": "bloom"}'), "bloom"),
-}
+    "unsupported": (write_config('{"model_type": "bloom"}'), "bloom")}
 
 
 @PLACES
@@ -235,8 +234,7 @@ def test_weights_that_are_not_finite(model, workdir, capfd, value, argv):
     (("--path", LONG, "--device", "auto", "--plan-only", "--hardware", "t4.yaml"), "too long"),
     (("--weight-bits", "4", "--weight-cache", LONG), "cannot write"),
     (("--offload-dir", LONG, *DISK), f"offload folder {LONG} can't be used"),
-    (("--config", "~no-user/a.yaml"), "--config ~no-user/a.yaml: No such file"),
-])
+    (("--config", "~no-user/a.yaml"), "--config ~no-user/a.yaml: No such file")])
 def test_paths_that_cannot_be_accessed(model, workdir, capfd, argv, words):
     """A name that is too long replaces a path in a folder without permission: root may
     enter all. A user may have no home folder."""
@@ -271,8 +269,7 @@ def test_too_long_prompt_is_refused_by_token_count(model, workdir, capfd, monkey
 
 
 @pytest.mark.parametrize(("read", "keys"), [
-    (launch.read_prompts, "prompt"),
-    (articles.read_summary_tasks, "article summary_gt stop"),
+    (launch.read_prompts, "prompt"), (articles.read_summary_tasks, "article summary_gt stop"),
     (articles.read_conversations, "turns")])
 def test_lone_surrogates_in_files_are_refused(workdir, read, keys):
     """In each text that is read, and a whole pair is none."""
@@ -414,8 +411,7 @@ def test_a_good_run_writes_all_results(model, workdir, capfd):
     ("--hh-ratio", "0.1", "0.2", "1", "--prefill-chunk", "16"),
     ("--hh-ratio", "0.1", "--hh-all", "false", "--score", "mean", "--cache-bits", "8"),
     ("--num-window-length", "16", "--eviction", "sink-window", "--key-bits", "8",
-     "--value-bits", "4"),
-])
+     "--value-bits", "4")])
 def test_the_plan_counts_what_is_cached(model, workdir, argv):
     argv = [*SHORT, "--model", "model", "--prompt-len", "40", "--gen-len", "9", "--csv", "r.csv",
             "--no-log", "--verbose", "0", *argv]

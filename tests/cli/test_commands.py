@@ -140,12 +140,10 @@ def test_bash_completes_commands_flags_values_and_files(capsys, tmp_path):
     (tmp_path / "articles.jsonl").touch()
     assert commands.main(["--print-completion", "bash"]) == 0
     script = capsys.readouterr().out
-    for words, offered in (
-            (("s",), {"serve", "stream", "summarize"}),
-            (("",), {*COMMANDS}),
-            (("generate", "--hh-r"), {"--hh-ratio"}),
-            (("plan", "--goal", "lat"), {"latency"}),
-            (("summarize", "--input-path", "art"), {"articles.jsonl"})):
+    for words, offered in ((("s",), {"serve", "stream", "summarize"}), (("",), {*COMMANDS}),
+                           (("generate", "--hh-r"), {"--hh-ratio"}),
+                           (("plan", "--goal", "lat"), {"latency"}),
+                           (("summarize", "--input-path", "art"), {"articles.jsonl"})):
         assert completed(script, "flexgen-h2o", *words, folder=tmp_path) == offered
 
 

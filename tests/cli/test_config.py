@@ -22,10 +22,8 @@ from flexgen_h2o.errors import UserError
 # Placement and --percent
 
 
-@pytest.mark.parametrize("shares", [
-    (50, 40, 0), (50, 50, 1), (-1, 101, 0), (math.nan, 0, 100), (math.inf, 0, 0), ("100", 0, 0),
-    (True, 99, 0), (None, 0, 100),
-])
+@pytest.mark.parametrize("shares", [(50, 40, 0), (50, 50, 1), (-1, 101, 0), (math.nan, 0, 100),
+                                    (math.inf, 0, 0), ("100", 0, 0), (True, 99, 0), (None, 0, 100)])
 def test_placement_refuses_odd_shares(shares):
     refused(lambda: Placement(*shares))
 
@@ -46,14 +44,10 @@ def test_percent_reads_shares_and_gives_the_rest_to_disk(pairs, as_text):
 
 
 @pytest.mark.parametrize(("values", "match"), [
-    ([100, 0, 100], "4 or 6 numbers"),
-    (["half", 0, 100, 0], "half"),
-    (["nan", 0, 100, 0], "finite"),
-    ([-1, 0, 100, 0], "at least 0"),
-    ([60, 50, 100, 0], "weights 60 \\+ 50"),
-    ([100, 0, 100, 0, 99, 2], "activations 99 \\+ 2"),
-    ([True, 0, 100, 0], "finite number"),
-])
+    ([100, 0, 100], "4 or 6 numbers"), (["half", 0, 100, 0], "half"),
+    (["nan", 0, 100, 0], "finite"), ([-1, 0, 100, 0], "at least 0"),
+    ([60, 50, 100, 0], "weights 60 \\+ 50"), ([100, 0, 100, 0, 99, 2], "activations 99 \\+ 2"),
+    ([True, 0, 100, 0], "finite number")])
 def test_percent_refusals(values, match):
     assert "--percent" in refused(lambda: parse_percent(values), match=match)
 
@@ -66,17 +60,12 @@ def run_config(**values):
 
 
 REFUSED = {
-    Policy: [
-        ({"gpu_batch_size": 0}, "gpu_batch_size must be at least 1"),
-        ({"num_gpu_batches": 1.5}, "integer"),
-        ({"overlap": 1}, "true or false"),
-        ({"prefill_chunk": 0}, "prefill_chunk must be at least 1"),
-    ],
+    Policy: [({"gpu_batch_size": 0}, "gpu_batch_size must be at least 1"),
+             ({"num_gpu_batches": 1.5}, "integer"), ({"overlap": 1}, "true or false"),
+             ({"prefill_chunk": 0}, "prefill_chunk must be at least 1")],
     H2OConfig: [
-        ({"heavy_ratio": 0}, "greater than 0"),
-        ({"recent_ratio": 1.01}, "at most 1"),
-        ({"heavy_ratio": 0.1, "heavy_tokens": 4}, "not both"),
-        ({"heavy_tokens": -1}, "at least 0"),
+        ({"heavy_ratio": 0}, "greater than 0"), ({"recent_ratio": 1.01}, "at most 1"),
+        ({"heavy_ratio": 0.1, "heavy_tokens": 4}, "not both"), ({"heavy_tokens": -1}, "at least 0"),
         ({"sink_tokens": 4}, "no effect on the full cache: give heavy_ratio"),
         ({"heavy_ratio": 0.1, "budget_of": "words"}, "budget_of must be one of prompt, text"),
         ({"heavy_tokens": 4, "budget_of": "text"}, "no effect without a ratio"),
@@ -88,21 +77,14 @@ REFUSED = {
         ({"heavy_ratio": []}, "one per decoder layer"),
         ({"heavy_ratio": [0.1, 0]}, "heavy_ratio of layer 1 must be greater than 0"),
         ({"heavy_ratio": [0.1] * 3, "recent_ratio": [0.1] * 2}, "3 numbers and recent_ratio 2"),
-        ({"score": "max"}, "sum, mean, decay"),
-        ({"decay": 0}, "greater than 0"),
-        ({"positions": "absolute"}, "original, rolling"),
-        ({"drop_positions": 1}, "true or false"),
-    ],
-    SamplingParams: [
-        ({"max_new_tokens": 0}, "at least 1"),
-        ({"min_new_tokens": 33}, "at most the 32"),
-        ({"temperature": 0}, "greater than 0"),
-        ({"temperature": 0.8}, "no effect on greedy decoding: give do_sample=True"),
-        ({"top_k": -1}, "at least 0"),
-        ({"eos_token_id": [1, -1]}, "at least 0"),
-        ({"eos_token_id": []}, "integer"),
-        ({"seed": -1}, "at least 0"),
-    ],
+        ({"score": "max"}, "sum, mean, decay"), ({"decay": 0}, "greater than 0"),
+        ({"positions": "absolute"}, "original, rolling"), ({"drop_positions": 1}, "true or false")],
+    SamplingParams: [({"max_new_tokens": 0}, "at least 1"),
+                     ({"min_new_tokens": 33}, "at most the 32"),
+                     ({"temperature": 0}, "greater than 0"),
+                     ({"temperature": 0.8}, "no effect on greedy decoding: give do_sample=True"),
+                     ({"top_k": -1}, "at least 0"), ({"eos_token_id": [1, -1]}, "at least 0"),
+                     ({"eos_token_id": []}, "integer"), ({"seed": -1}, "at least 0")],
     run_config: [
         ({"gen_len": 0}, "--gen-len must be at least 1"),
         ({"cut_gen_len": 33}, "at most --gen-len 32"),
@@ -174,9 +156,7 @@ REFUSED = {
         ({"sink_tokens": 4, "eviction": "full"}, "leave it out"),
         ({"enable_position_rolling": True}, "^--enable-position-rolling has no effect"),
         ({"hh_all": False}, "^--hh-all false has no effect"),
-        ({"evict_while_prefilling": True, "prefill_chunk": 64}, "has no effect"),
-    ],
-}
+        ({"evict_while_prefilling": True, "prefill_chunk": 64}, "has no effect")]}
 
 
 @pytest.mark.parametrize(("make", "values", "match"), [
@@ -189,20 +169,15 @@ def test_bad_values_are_refused(make, values, match):
 
 
 @pytest.mark.parametrize(("values", "full", "scored"), [
-    ({}, True, False),
-    ({"simulate": True}, True, False),
-    ({"heavy_ratio": 1}, True, False),
+    ({}, True, False), ({"simulate": True}, True, False), ({"heavy_ratio": 1}, True, False),
     ({"heavy_ratio": 1, "sink_tokens": 4}, True, False),
     ({"heavy_ratio": [1, 1], "recent_ratio": 1}, True, False),
     ({"heavy_ratio": [1, 0.5]}, False, True),
     ({"heavy_ratio": 1, "recent_ratio": [1, 0.5]}, False, True),
-    ({"heavy_ratio": 0.5}, False, True),
-    ({"recent_ratio": 1.0}, False, False),
+    ({"heavy_ratio": 0.5}, False, True), ({"recent_ratio": 1.0}, False, False),
     ({"recent_tokens": 4, "sink_tokens": 2}, False, False),
-    ({"heavy_ratio": 1, "recent_tokens": 4}, False, True),
-    ({"heavy_tokens": 3}, False, True),
-    ({"heavy_tokens": 0, "recent_tokens": 8}, False, False),
-])
+    ({"heavy_ratio": 1, "recent_tokens": 4}, False, True), ({"heavy_tokens": 3}, False, True),
+    ({"heavy_tokens": 0, "recent_tokens": 8}, False, False)])
 def test_h2o_is_full_and_scored(values, full, scored):
     h2o = H2OConfig(**values)
     assert (h2o.is_full, h2o.scored) == (full, scored)
@@ -237,16 +212,14 @@ def test_sampling_takes_several_eos_tokens():
     ({"model": "a/b-Q4_K_M.GGUF"}, "auto"), ({"model": "opt-125m", "path": "m.gguf"}, "auto"),
     ({"model": "m.gguf", "path": "folder"}, 16), ({"model": "m.gguf", "weight_bits": 16}, 16),
     ({"model": "smollm2-135m", "weight_bits": "auto", "activation_bits": 8}, "auto"),
-    ({"model": "m.gguf", "compress_weight": True}, 4),
-])
+    ({"model": "m.gguf", "compress_weight": True}, 4)])
 def test_weight_bits(values, bits):
     assert RunConfig(**values).resolved_weight_bits == bits
 
 
 @pytest.mark.parametrize(("values", "folder"), [
     ({}, "auto"), ({"weight_cache": "~/folder"}, "/somewhere/folder"),
-    ({"weight_cache": "auto", "no_weight_cache": True}, None),
-])
+    ({"weight_cache": "auto", "no_weight_cache": True}, None)])
 def test_weight_cache(monkeypatch, tmp_path, values, folder):
     monkeypatch.setenv("HOME", "/somewhere")
     config = RunConfig(weight_bits=8, **values)
@@ -313,8 +286,7 @@ SIZES = [
      H2OConfig(heavy_ratio=0.1, score="decay", decay=0.5)),
     ({"hh_ratio": 0.1, "enable_position_rolling": True},
      H2OConfig(heavy_ratio=0.1, positions="rolling")),
-    ({"hh_long_seq": True}, H2OConfig(drop_positions=True)),
-]
+    ({"hh_long_seq": True}, H2OConfig(drop_positions=True))]
 
 
 @pytest.mark.parametrize(("values", "expected"), SIZES)

@@ -66,8 +66,7 @@ def test_dense_models_have_no_experts_to_count(command, tiny_model, capfd):
     (("--count-experts", "c.json", "--expert-counts", "c.json"), "name the same file"),
     (("--count-experts", "none/c.json", "--no-log"), "cannot write --count-experts"),
     (("--expert-counts", "none.json"), "cannot read --expert-counts none.json"),
-    (("--expert-counts", "c.json"), "on experts that are all on one tier"),
-])
+    (("--expert-counts", "c.json"), "on experts that are all on one tier")])
 def test_invalid_count_flags(argv, words, capfd):
     Path("c.json").write_text(counts_file())
     command_refused(generate.main, capfd, ["--model", "m", *argv], words)
@@ -84,8 +83,7 @@ def counts_file(**values) -> str:
     (counts_file(per_token=3), "a token selects"),
     (counts_file(counts=[[0, 0], [1, 2]]), "layers differ"),
     (counts_file(counts=[[0, 0]]), "no token"), (counts_file(texts=7), "contradict"),
-    (counts_file(text_experts=5), "contradict"),
-])
+    (counts_file(text_experts=5), "contradict")])
 def test_invalid_count_files(text, words):
     Path("c.json").write_text(text)
     refused(lambda: read_expert_counts("c.json"), "--expert-counts c.json", words)

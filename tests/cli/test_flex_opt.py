@@ -47,10 +47,9 @@ class FakeLLM(fake_llm.FakeLLM):
     @property
     def stats(self):
         count = len(self.calls[-1][0])
-        return fake_llm.run_stats(
-            model=self.model, num_prompts=count, prompt_tokens=3 * count, gpu_batch_size=4,
-            generated_tokens=2 * count, prefill_seconds=1.0, decode_seconds=1.0,
-            step_seconds=[1.0])
+        return fake_llm.run_stats(model=self.model, num_prompts=count, prompt_tokens=3 * count,
+                                  gpu_batch_size=4, generated_tokens=2 * count, prefill_seconds=1.0,
+                                  decode_seconds=1.0, step_seconds=[1.0])
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +87,7 @@ def refused(capsys, *argv: str) -> str:
     (["--hh-ratio", ".1", "0.25", "1", "--recent-ratio", "0.5", "--hh-all", "false"],
      {"hh_ratio": (0.1, 0.25, 1.0), "recent_ratio": 0.5, "hh_all": False}),
     (["--model", "opt-125m", "--path", "_DUMMY_", "--device", "cuda:1", "--dtype", "float16"],
-     {"model": "opt-125m", "path": "_DUMMY_", "device": "cuda:1", "dtype": "float16"}),
-])
+     {"model": "opt-125m", "path": "_DUMMY_", "device": "cuda:1", "dtype": "float16"})])
 def test_flags(argv, expected):
     config = generate.parse_args(argv)
     assert {name: getattr(config, name) for name in expected} == expected
@@ -123,8 +121,7 @@ def test_flags_have_other_spellings(tmp_path):
     (["--key-bits", "8"], "use 16 for both"),
     (["--key-bits", "8", "--value-bits", "4", "--attn-sparsity", "0.5"], "attn_sparsity"),
     (["--num-prompts", "3", "--prompt", "a"], "--num-prompts"),
-    (["--config", "missing.yaml"], "No such file"),
-])
+    (["--config", "missing.yaml"], "No such file")])
 def test_bad_flags(capsys, argv, words):
     assert words in refused(capsys, *argv)
 
@@ -156,8 +153,7 @@ def test_flags_override_the_config_file(tmp_path):
     ("p.jsonl", b'["prompt"]\n', "line 1 has no text"),
     ("p.jsonl", b'{"prompt": 5}\n', "line 1 has no text"),
     ("p.jsonl", b'{"prompt": " "}\n', "line 1 has no text"),
-    ("p.txt", b"a\n\xed\xa0\x80\n", "not UTF-8"), ("p.csv", b"a\n", ".txt or .jsonl"),
-])
+    ("p.txt", b"a\n\xed\xa0\x80\n", "not UTF-8"), ("p.csv", b"a\n", ".txt or .jsonl")])
 def test_bad_prompt_files(capsys, tmp_path, name, content, words):
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -258,8 +254,7 @@ def test_verbose(capsys, llm, verbose):
     (["--hh-ratio", "0.1", "--prefill-chunk", "64", "--evict-while-prefilling"],
      "-h2o-hh0.1-chunk64"),
     (["--hh-ratio", "0.1", "--recall", "--percent", "100", "0", "0", "0", "100", "0",
-      "--selective-fetch", "--hot-set", "0.6"], "-recall0.1-index4-fetch-chosen-fast0.6"),
-])
+      "--selective-fetch", "--hot-set", "0.6"], "-recall0.1-index4-fetch-chosen-fast0.6")])
 def test_the_log_is_named_after_weights_and_cache(argv, suffix):
     files = results.result_files(generate.parse_args(argv))
     shares = "100-0-0-0" if "--selective-fetch" in argv else "100-0-100-0"

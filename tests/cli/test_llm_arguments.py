@@ -45,8 +45,7 @@ FIELDS = [
     ({"percent": (0, 100, 100, 0, 100, 0)}, "policy",
      Policy(weights=Placement(0, 100, 0), gpu_batch_size=1)),
     ({"num_window_length": 8, "num_heavy_hitter_tokens": 3}, "h2o",
-     H2OConfig(heavy_tokens=3, recent_tokens=5)),
-]
+     H2OConfig(heavy_tokens=3, recent_tokens=5))]
 
 
 class Opened(Exception):

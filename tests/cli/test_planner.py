@@ -65,8 +65,7 @@ REASONS = {
     "keeps more bits": lambda run: -(run.weights.bits + run.cache.bits),
     "attends where all else is computed": lambda run: run.policy.cpu_cache_compute,
     "has a smaller block": lambda run: run.workload.gpu_batch_size * run.workload.num_gpu_batches,
-    "cuts a block into fewer batches": lambda run: run.workload.num_gpu_batches,
-}
+    "cuts a block into fewer batches": lambda run: run.workload.num_gpu_batches}
 
 
 def printed_reasons(hardware: Hardware, choices) -> set[str]:
@@ -103,8 +102,7 @@ requests = st.fixed_dictionaries({
     "caches": st.sampled_from([
         (CacheOptions(),), (CacheOptions(H2OConfig(heavy_ratio=0.1)),), (CacheOptions(bits=4),)]),
     "written_bits": st.sampled_from([frozenset(), frozenset(BITS)]),
-    "goal": st.sampled_from(["throughput", "throughput", "latency"]),
-})
+    "goal": st.sampled_from(["throughput", "throughput", "latency"])})
 
 
 @settings(max_examples=examples(20))
@@ -447,10 +445,9 @@ def test_selective_fetch_without_effect_is_dropped(tmp_path):
 # Flags
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("6GB", 6 * GB), ("1.5GiB", 3 << 29), ("7", 7), (7, 7), ("2 kb", 2000), ("9b", 9),
-    (2.5e9, 2_500_000_000), (" 4 GiB ", 4 << 30),
-])
+@pytest.mark.parametrize(("text", "expected"), [("6GB", 6 * GB), ("1.5GiB", 3 << 29), ("7", 7),
+                                                (7, 7), ("2 kb", 2000), ("9b", 9),
+                                                (2.5e9, 2_500_000_000), (" 4 GiB ", 4 << 30)])
 def test_sizes(text, expected):
     assert parse_size("--memory-limit", text) == expected
     assert RunConfig(memory_limit=text).memory_limit == expected
@@ -475,8 +472,7 @@ AUTO = ["--percent", "auto"]
     (["--device", "cpu", "--device-memory-limit", "6GB"], "give --memory-limit"),
     (["--plan-only", "--csv", "r.csv"], "--csv has no effect"),
     (["--plan-only", "--log-file", "l.log"], "--log-file has no effect"),
-    (["--percent", "auto", "100"], "4 or 6 numbers"),
-])
+    (["--percent", "auto", "100"], "4 or 6 numbers")])
 def test_bad_flags(refuses_flags, argv, words):
     refuses_flags(generate.main, argv if "--log-file" in argv else [*argv, "--no-log"], words)
 
@@ -648,8 +644,7 @@ def test_another_machine_is_planned_for_without_torch(tmp_path):
     named, folder, gguf, unknown, rest = re.split(r"exit status \d\n", done.stdout)
     assert re.findall(r"exit status (\d)", done.stdout) == ["0", "0", "0", "2"], done.stderr
     assert "opt-30b on a GPU, 512 + 32 tokens" in named and "bound by" in named
-    sizes = re.search(r"device memory ([\d.]+) of 16.0 GB, host memory ([\d.]+) of 64.0 GB",
-                      named)
+    sizes = re.search(r"device memory ([\d.]+) of 16.0 GB, host memory ([\d.]+) of 64.0 GB", named)
     assert 8 < float(sizes[1]) <= 16 and 8 < float(sizes[2]) <= 64
     assert f"{tmp_path} on a GPU, 9 + 32 tokens" in " ".join(folder.split())
     assert f"{source} on a GPU, 9 + 32 tokens" in " ".join(gguf.split())

@@ -434,8 +434,7 @@ def after_blocks(monkeypatch) -> Callable[[int, Callable[[], object]], None]:
     return watch
 
 
-@pytest.mark.parametrize("number", [
-    signal.SIGTERM, *selection.full(signal.SIGINT, signal.SIGHUP)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *selection.full(signal.SIGINT, signal.SIGHUP)])
 def test_a_signal_ends_the_job_after_the_block(runs, after_blocks, monkeypatch, number):
     runs()
     whole = runs.texts()
@@ -508,10 +507,8 @@ def progress_cannot_be_written(runs: Runs, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("fault", "message"), [
     (engine_fails, "the offload disk is full"),
-    (progress_cannot_be_written, "cannot write --progress-file"),
-])
-def test_a_fault_is_one_line_and_the_job_resumes(
-        runs, after_blocks, monkeypatch, fault, message):
+    (progress_cannot_be_written, "cannot write --progress-file")])
+def test_a_fault_is_one_line_and_the_job_resumes(runs, after_blocks, monkeypatch, fault, message):
     runs()
     whole = runs.texts()
     flags = ["--window", "4", "--progress-file", str(runs.folder / "p.json")]
@@ -568,8 +565,7 @@ print("ended", *codes)
 def test_killed_job_resumes_with_the_same_answers(runs):
     moments = 20
     runs.input(["{broken\n", *requests(90)])
-    done = subprocess.run([sys.executable, "-c", KILLER, *runs.argv("--window", "7"),
-                           str(moments)],
+    done = subprocess.run([sys.executable, "-c", KILLER, *runs.argv("--window", "7"), str(moments)],
                           capture_output=True, text=True, env=environment())
     assert done.stdout.endswith(f"ended {' '.join(['-9'] * moments)}\n"), done.stdout + done.stderr
     assert "resuming: " in runs()

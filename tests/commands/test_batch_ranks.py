@@ -102,9 +102,7 @@ class Job:
     where: str = "forward"
 
 
-JOBS = {
-    "rank 1 killed": Job(PIPELINE, [2, -9], "has exited", 1, "kill"),
-}
+JOBS = {"rank 1 killed": Job(PIPELINE, [2, -9], "has exited", 1, "kill")}
 RARE = {
     "replica 1 killed": Job(REPLICAS, [0, -9], None, 1, "kill", "results"),
     "pipeline": Job(PIPELINE, [0, 0]),
@@ -113,8 +111,7 @@ RARE = {
     "rank 0 killed": Job(PIPELINE, [-9, 2], "has exited", 0, "kill"),
     "replica 0 killed": Job(REPLICAS, [-9, 2], GONE, 0, "kill", "results"),
     "replica 0 stopped": Job(REPLICAS, [-9, 2], GONE, 0, "stop", "results"),
-    "replicas are pipelines": Job(("--data-parallel", "--pipeline-parallel", "2"), [0] * 4),
-}
+    "replicas are pipelines": Job(("--data-parallel", "--pipeline-parallel", "2"), [0] * 4)}
 
 
 @pytest.fixture(scope="module")

@@ -50,15 +50,12 @@ def test_missing_fields_have_the_defaults_of_the_api():
 
 
 @pytest.mark.parametrize(("line", "expected"), [
-    ({"prompt": "x"}, ("line-7", False, ("x",))),
-    ({"prompt": "x", "id": 3}, ("3", False, ("x",))),
+    ({"prompt": "x"}, ("line-7", False, ("x",))), ({"prompt": "x", "id": 3}, ("3", False, ("x",))),
     ({"prompt": [1, 2], "id": "b"}, ("b", False, ([1, 2],))),
     ({"prompt": ["x", "y"]}, ("line-7", False, ("x", "y"))),
     ({"prompt": [[1], [2, 3]]}, ("line-7", False, ([1], [2, 3]))),
-    ({"messages": HELLO}, ("line-7", True, ())),
-    (chat_line(model="tiny"), ("a", True, ())),
-    (chat_line(model="org/tiny"), ("a", True, ())),
-])
+    ({"messages": HELLO}, ("line-7", True, ())), (chat_line(model="tiny"), ("a", True, ())),
+    (chat_line(model="org/tiny"), ("a", True, ()))])
 def test_forms_of_a_line(line, expected):
     one = read(line)
     assert (one.custom_id, one.chat, one.prompts) == expected
@@ -123,11 +120,9 @@ def test_the_model_may_have_more_names():
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ({"max_tokens": 3}, "unknown key 'max_tokens'"),
-    ({"topk": 3}, "did you mean top_k?"),
+    ({"max_tokens": 3}, "unknown key 'max_tokens'"), ({"topk": 3}, "did you mean top_k?"),
     ({"logit_bias": {"x": 1}}, "logit_bias must have"),
-    ({"chat_template_kwargs": {"messages": []}}, "'messages'"),
-])
+    ({"chat_template_kwargs": {"messages": []}}, "'messages'")])
 def test_wrong_fields_of_the_whole_job_are_refused(given, words):
     message = refused(lambda: requests.check_defaults("--request-defaults", given), words)
     assert message.startswith("--request-defaults: ")
@@ -191,8 +186,7 @@ def test_neutral_fields_are_ignored():
         ("logit_bias", "token ids", completion(logit_bias={"the": 1})),
         ("logit_bias", "at most 100", completion(logit_bias={"7": 101})),
         ("chat_template_kwargs", "mapping", chat_line(chat_template_kwargs=[])),
-        ("chat_template_kwargs", "'tokenize'",
-         chat_line(chat_template_kwargs={"tokenize": False})),
+        ("chat_template_kwargs", "'tokenize'", chat_line(chat_template_kwargs={"tokenize": False})),
         ("continue_final_message", '"add_generation_prompt": false',
          chat_line(continue_final_message=True)),
         ("max_tokens", "at most", completion(max_tokens=10**400)),
@@ -203,8 +197,7 @@ def test_neutral_fields_are_ignored():
         ("top_logprobs", '"logprobs": true', chat_line(top_logprobs=3)),
         ("prompt", "token ids", completion(prompt=[1, -1])),
         ("messages[0].role", "'tool'", chat_line(messages=[{"role": "tool", "content": "x"}])),
-        ("messages[0].content", "must be text", chat_line(messages=[{"role": "user"}])))),
-])
+        ("messages[0].content", "must be text", chat_line(messages=[{"role": "user"}]))))])
 def test_bad_fields_are_named(line, code, param, words):
     with pytest.raises(BadRequest) as caught:
         read(line)
@@ -277,8 +270,7 @@ def test_log_probs_of_partial_characters_have_bytes():
     assert [entry["token"] for entry in entries] == [" a", "a", "\\xf0", "\\x9f", "\\x98",
                                                    "\\x80", "t", "</s>"]
     assert bytes(sum((entry["bytes"] for entry in entries[:-1]), [])).decode() == given.text
-    assert [entry["token"] for entry in entries[0]["top_logprobs"]] == [" a", "a", "\\xf0",
-                                                                      "\\x9f"]
+    assert [entry["token"] for entry in entries[0]["top_logprobs"]] == [" a", "a", "\\xf0", "\\x9f"]
 
     choice = body_of(read(completion(logprobs=4)), given, kind="llama")["choices"][0]
     assert choice["text"] == " aa😀t"

@@ -97,12 +97,10 @@ def test_median_of_repeats_and_missing_roofline(monkeypatch):
 
 
 @pytest.mark.parametrize("given, words", [
-    (["--repeats", "0"], "--repeats must be"),
-    (["--prompts", "p.txt"], "unknown flag --prompts"),
+    (["--repeats", "0"], "--repeats must be"), (["--prompts", "p.txt"], "unknown flag --prompts"),
     (["--plan-only"], "unknown flag --plan-only"),
     (["--csv", "no/such/folder.csv"], "cannot write --csv into the folder no/such"),
-    (["--config", "c.yaml"], "--output has no effect on bench: take it out of the file"),
-])
+    (["--config", "c.yaml"], "--output has no effect on bench: take it out of the file")])
 def test_flags_that_do_nothing_are_refused(given, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text("output: o.jsonl\n")

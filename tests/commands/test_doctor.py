@@ -135,8 +135,7 @@ def test_the_time_that_a_cgroup_allows(tmp_path):
     (doctor.gpus(GpuFacts((), None, True, True)), ("built without CUDA",)),
     (doctor.memory(MemoryFacts(64 * GB, 60 * GB, 8 * GB, 3 * GB)), ("3.0 GB",)),
     (doctor.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 0.1e9, 1e9)), ("0.1 GB/s",)),
-    (doctor.disk(DiskFacts("/d", "tmpfs", 9 * GB, 5 * GB, 0.1e9, 1e9)), ("tmpfs",)),
-])
+    (doctor.disk(DiskFacts("/d", "tmpfs", 9 * GB, 5 * GB, 0.1e9, 1e9)), ("tmpfs",))])
 def test_slow_settings_are_explained(section, words):
     assert len(section.slow) == len(words)
     assert all(word in line for line, word in zip(section.slow, words, strict=True))

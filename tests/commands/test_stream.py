@@ -82,8 +82,7 @@ def test_flags_of_the_h2o_repository_have_both_spellings():
     options = stream.parse_args(dashes)
     assert options == stream.parse_args(underscores)
     assert (options.run.model, options.sample_num, options.run.gen_len) == ("m", 3, 256)
-    assert options.run.h2o() == H2OConfig(heavy_tokens=200, recent_tokens=312,
-                                          positions="rolling")
+    assert options.run.h2o() == H2OConfig(heavy_tokens=200, recent_tokens=312, positions="rolling")
 
 
 @pytest.mark.parametrize(("flags", "words"), [
@@ -95,8 +94,7 @@ def test_flags_of_the_h2o_repository_have_both_spellings():
     (["--input-path", "a", "--past-context"], "--past-context needs --max-tokens"),
     (["--input-path", "a", "--percent", "auto"], "--percent auto plans for batches"),
     (["--input-path", "a", "--hh-ratio", "0.1"], "unknown flag"),
-    (["--input-path", "a", "--output-path", "./a"], "name the same file"),
-])
+    (["--input-path", "a", "--output-path", "./a"], "name the same file")])
 def test_bad_flags_are_refused(refuses_flags, flags, words):
     refuses_flags(stream.main, flags, words)
 
@@ -183,8 +181,7 @@ def test_learned_positions_do_not_roll(talk, letters_model, tmp_path, capsys):
     ((), {"max_tokens": 256, "past_context": False}),
     (("--max-tokens", "99"), {"max_tokens": 99, "past_context": False}),
     (("--max-tokens", "9999", "--past-context"), {"max_tokens": 9999, "past_context": True}),
-    (("--enable-h2o-generation", "--past-context"), {"max_tokens": None, "past_context": True}),
-])
+    (("--enable-h2o-generation", "--past-context"), {"max_tokens": None, "past_context": True})])
 def test_capacity_and_sampling_reach_the_stream(talk, monkeypatch, flags, options):
     calls = []
 

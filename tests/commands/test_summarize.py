@@ -91,8 +91,7 @@ def test_only_articles_of_every_cache_are_scored():
     runs = {summary_table.SummaryCache("h2o", h2o, 8): [row(0, "a"), row(1, "text 1"), row(2, None),
                                                        row(3, "none", 6)],
             summary_table.SummaryCache("full", None): [row(0, None), row(1, "text 1"),
-                                                      row(2, "text 2"),
-                                                      row(3, "text 3")]}
+                                                       row(2, "text 2"), row(3, "text 3")]}
     small, full, lead = summary_table.all_rows(runs, articles, model="m", chat=True, score=Rouge())
     assert [(one["articles"], one["too_long"]) for one in (small, full, lead)] == [(2, 2)] * 3
     assert [one["rouge2"] for one in (small, full, lead)] == [0.5, 1, 0]
@@ -219,12 +218,11 @@ def test_a_whole_run(fake, articles, tmp_path, capsys):
     rows = read_jsonl(out)
     assert [row["index"] for row in rows] == list(range(11))
     length = len(article(0)["article"].split())
-    assert rows[0] == {
-        "index": 0, "summary": "Text has words", "reference": "Text 0 has words",
-        "rouge1": pytest.approx(6 / 7), "rouge2": pytest.approx(2 / 5),
-        "rougeL": pytest.approx(6 / 7), "prompt_tokens": length, "generated_tokens": 5,
-        "finish_reason": "stop", "seconds": 2.0, "kv_cache_bytes": 100 * (length + 4),
-        "device": "cpu", "dtype": "float32"}
+    assert rows[0] == {"index": 0, "summary": "Text has words", "reference": "Text 0 has words",
+                       "rouge1": pytest.approx(6 / 7), "rouge2": pytest.approx(2 / 5),
+                       "rougeL": pytest.approx(6 / 7), "prompt_tokens": length,
+                       "generated_tokens": 5, "finish_reason": "stop", "seconds": 2.0,
+                       "kv_cache_bytes": 100 * (length + 4), "device": "cpu", "dtype": "float32"}
     assert (rows[2]["summary"], rows[2]["finish_reason"]) == (None, "too_long")
     assert rows[2]["rouge1"] is None and rows[2]["prompt_tokens"] > 60
     # Groups of 4 batches of 1; the one that is too long never runs.
@@ -408,8 +406,7 @@ def test_summaries_do_not_depend_on_the_batches(tiny_model, tmp_path):
     base = ["--model-name", folder, "--device", "cpu", "--dtype", "float32"]
     command = [*base, "--sweep", 16, "full", "--policies", "h2o", "sink-window"]
     assert run(path, tmp_path / "o.jsonl", *command, "--batch-size", 1) == 0
-    assert run(path, tmp_path / "p.jsonl", *command, "--batch-size", 3,
-               "--num-gpu-batches", 2) == 0
+    assert run(path, tmp_path / "p.jsonl", *command, "--batch-size", 3, "--num-gpu-batches", 2) == 0
     texts = {}
     for name in ("h2o-16", "sink-window-16", "full"):
         rows, others = ([{**row, "seconds": None}
@@ -445,8 +442,7 @@ def test_eviction_inside_prompts_takes_prompts_past_the_context(tiny_model, tmp_
     csv = tmp_path / "r.csv"
     assert run(path, within, *base, "--evict-while-prefilling", "--csv", csv) == 0
     assert run(path, usual, *base) == 0
-    assert [row["finish_reason"] for row in read_jsonl(usual)] == [
-        "length", "length", "too_long"]
+    assert [row["finish_reason"] for row in read_jsonl(usual)] == ["length", "length", "too_long"]
     assert [row["finish_reason"] for row in read_jsonl(within)] == ["length"] * 3
     assert read_jsonl(within)[0]["summary"] != read_jsonl(usual)[0]["summary"]
     assert summary_table.read_rows(str(csv))[0]["prompt_chunk"] == 8

@@ -67,16 +67,14 @@ WORKLOADS: dict[str, tuple[str, dict, dict]] = {
                                         "cache_bits": 4}, {}),
     "recurrent, rolling": ("qwen3_5", sized(5, 4, positions="rolling"), {}),
     "recurrent, recall": ("qwen3_5", h2o(recall=True), {}),
-    "recurrent, inside prompts": ("qwen3_5", h2o(prompt_chunk=6), {}),
-}
+    "recurrent, inside prompts": ("qwen3_5", h2o(prompt_chunk=6), {})}
 SOME_PLACES = PLACES if selection.every_case else PLACES[2:]
 AXES: dict[str, list] = {
     "workload": [*WORKLOADS], "weights": SOME_PLACES, "cache": SOME_PLACES,
     "activations": SOME_PLACES, "growth": [4, 5], "weight_cache": ["auto", None],
     "batches": [(3, 2), (1, 4), *([(6, 1), (2, 2)] if selection.every_case else [])],
-    "prefill_chunk": [None, 4],
-    "overlap": [True, False], "cpu_cache_compute": [True, False], "sep_layer": [False, True],
-    "refill_share": [0.3, 1.0], "device": [LazyDevice, PoisonedDevice]}
+    "prefill_chunk": [None, 4], "overlap": [True, False], "cpu_cache_compute": [True, False],
+    "sep_layer": [False, True], "refill_share": [0.3, 1.0], "device": [LazyDevice, PoisonedDevice]}
 NEW = [8, 2, 5, 1, 7, 4]
 
 _expected: dict[str, list[list[int]]] = {}
@@ -93,8 +91,7 @@ def prompts_with_prefixes() -> list[list[int]]:
     return [first, prefix + second, second, one, prefix + first[:3], prefix + second]
 
 
-def tokens(tiny_model, workload: str, weight_cache: str | None = None, **policy
-           ) -> list[list[int]]:
+def tokens(tiny_model, workload: str, weight_cache: str | None = None, **policy) -> list[list[int]]:
     """Return the tokens of prompts whose answers have different lengths, some of them sampled."""
     model, options, _ = WORKLOADS[workload]
     params = [SamplingParams(max_new_tokens=new, eos_token_id=-1, do_sample=number % 3 == 0,

@@ -43,8 +43,7 @@ OPTIONS = {
     "simulated": {"h2o": H2OConfig(heavy_ratio=0.2, simulate=True)},
     "a policy of PyTorch's": {"h2o": H2OConfig(heavy_ratio=0.2, score="caote")},
     "blocks": {"policy": Policy(gpu_batch_size=2, num_gpu_batches=2)},
-    "fetched layers": {"policy": Policy(gpu_batch_size=5, weights=Placement(93, 0, 7))},
-}
+    "fetched layers": {"policy": Policy(gpu_batch_size=5, weights=Placement(93, 0, 7))}}
 
 
 BRANCHES = ("opt_350m_style", "opt_no_bias", "mistral_window", "qwen3", "phi3_longrope", "gemma2",
@@ -98,8 +97,7 @@ def both(monkeypatch, programs, *arguments, **options):
     *((model, {"h2o": H2OConfig(heavy_ratio=0.15), "policy": policy})
       for model, policy in (("qwen2_moe", Policy(gpu_batch_size=5)),
                             ("qwen3_moe", Policy(gpu_batch_size=2, num_gpu_batches=2,
-                                                 experts=Placement(20, 0, 80))))),
-])
+                                                 experts=Placement(20, 0, 80)))))])
 def test_captured_steps_give_the_same_tokens(tiny_model, tmp_path, monkeypatch, programs, model,
                                              options):
     """In float32, where they are not used otherwise: no rounding hides a difference."""
@@ -126,8 +124,7 @@ def test_a_step_replays_each_layer_once(tiny_model, tmp_path, programs):
 @pytest.mark.parametrize("why, options", [
     ("PyTorch's operations", {"dtype": "float32"}),
     ("separate units", {"policy": Policy(sep_layer=True)}),
-    ("hidden states", {"policy": Policy(activations=Placement(0, 0, 100))}),
-])
+    ("hidden states", {"policy": Policy(activations=Placement(0, 0, 100))})])
 def test_steps_that_are_not_captured(tiny_model, tmp_path, programs, caplog, why, options):
     with caplog.at_level("DEBUG", logger=captured_step.__name__):
         generated(tiny_model("llama").folder, tmp_path, **{"dtype": "bfloat16"} | options)

@@ -131,8 +131,7 @@ def split(prompt: str, answer: str, special=(), regular=()) -> tuple[str, str | 
     ("so", "MARK\n\n/MARK\n\ntime", ("time", None)),
     ("so MARK\n\n/MARK\n\n", "time", ("time", None)),  # the template has told it not to think
     ("so", " time", (" time", None)),
-    ("so", "  time </s>", ("  time ", None)),
-])
+    ("so", "  time </s>", ("  time ", None))])
 def test_marked_reasoning(tokens, mark, prompt, answer, expected):
     def marked(text: str) -> str:
         return text.replace("/MARK", f"{mark[0]}/{mark[1:]}").replace("MARK", mark)
@@ -157,8 +156,7 @@ def test_marks_that_are_plain_text_do_not_count():
      "<|constrain|>json<|message|>{}<|call|>", ("{}", "so it is")),
     ("<|start|>assistant<|channel|>analysis<|message|>", f"so it is<|end|>{FINAL}",
      ("time", "so it is")),
-    ("<|start|>assistant<|channel|>final<|message|>", "time<|return|>", ("time", None)),
-])
+    ("<|start|>assistant<|channel|>final<|message|>", "time<|return|>", ("time", None))])
 def test_channels_of_gpt_oss(prompt, answer, expected):
     before = f"<|start|>user<|message|>so<|end|>{ANALYSIS}"
     assert split(before + prompt, answer, special=HARMONY) == expected
@@ -168,8 +166,7 @@ def test_channels_of_gpt_oss(prompt, answer, expected):
 
 # A token is some bytes: parts of characters and of stop strings, and more than one of them.
 TOKEN_BYTES = [*(bytes([byte]) for byte in "#ab\né€".encode()), b"##", b"###", b"a#", b"#b\n",
-               b"ab" * 4,
-               "é#".encode(), "€".encode()]
+               b"ab" * 4, "é#".encode(), "€".encode()]
 stop_texts = st.text(st.sampled_from("#ab\né€"), min_size=1, max_size=6)
 
 

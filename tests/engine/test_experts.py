@@ -52,17 +52,10 @@ def wanted(tiny_model):
 
 
 # Where the experts are, their slots, sequences of a batch, batches, overlap.
-POLICIES = [
-    (None, None, 2, 2, True),
-    (HOST, None, 5, 1, True),
-    (DISK, None, 2, 3, True),
-    (DISK, 1, 2, 2, True),
-    (DISK, 3, 1, 1, True),
-    (DISK, 2, 3, 2, False),
-    (MIXED, 4, 1, 5, True),
-    (Placement(90, 0, 10), 1, 2, 2, True),
-    (MIXED, None, 2, 2, False),
-]
+POLICIES = [(None, None, 2, 2, True), (HOST, None, 5, 1, True), (DISK, None, 2, 3, True),
+            (DISK, 1, 2, 2, True), (DISK, 3, 1, 1, True), (DISK, 2, 3, 2, False),
+            (MIXED, 4, 1, 5, True), (Placement(90, 0, 10), 1, 2, 2, True),
+            (MIXED, None, 2, 2, False)]
 
 
 @pytest.mark.parametrize("key", MIXTURES)
@@ -172,8 +165,7 @@ def test_layers_for_further_tokens_are_left_out(tiny_model, wanted, tmp_path, ca
 
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_routers_with_a_correction_stay_in_float32(tiny_model, tmp_path, monkeypatch, stored,
-                                                   bits):
+def test_routers_with_a_correction_stay_in_float32(tiny_model, tmp_path, monkeypatch, stored, bits):
     """Beside weights in bfloat16, which are read from the checkpoint's own bytes."""
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(source, "SMALL_SHARE", 0.1)  # of a tiny model
@@ -379,9 +371,8 @@ def test_the_memory_plan_counts_experts_and_slots(tiny_model, tmp_path, bits):
     policy = Policy(experts=Placement(0, 40, 60), expert_slots=4, gpu_batch_size=2)
     with LLM(str(tiny_model("qwen3_moe").folder), dtype="bfloat16", weight_bits=bits,
              weight_cache=None, policy=policy, offload_dir=tmp_path) as llm:
-        plan = MemoryPlan(PlannedRun(
-            llm.model_config, policy, Workload(8, 4, 2, 1), itemsize=2, writes_weights=True,
-            weights=llm.weight_options))
+        plan = MemoryPlan(PlannedRun(llm.model_config, policy, Workload(8, 4, 2, 1), itemsize=2,
+                                     writes_weights=True, weights=llm.weight_options))
         rows = {row.name: row for row in plan.rows}
         sizes, tiers = weight_sizes(llm), weights_of(llm).tiers
         largest = max(sum(sizes[spec.name] for spec in unit.specs.values())
@@ -474,8 +465,7 @@ def test_ended_sequences_are_not_counted(tiny_model, chunk):
 
 @pytest.mark.parametrize(("alike", "texts", "tokens"), [
     (SHARED_PREFIX - 1, 4, 4 * SHARED_PREFIX), (SHARED_PREFIX, 1, SHARED_PREFIX + 4)])
-def test_a_shared_prefix_counts_once_if_computed_once(
-        tiny_model, alike, texts, tokens):
+def test_a_shared_prefix_counts_once_if_computed_once(tiny_model, alike, texts, tokens):
     beginning, = make_prompts(97, [alike])
     with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32",
              policy=Policy(gpu_batch_size=4)) as llm:
@@ -486,8 +476,7 @@ def test_a_shared_prefix_counts_once_if_computed_once(
     assert [sum(layer) for layer in choices.counts] == [3 * tokens] * 3
 
 
-@pytest.fixture(scope="module", params=[
-    0.03, *selection.full(0.0, 0.1)])
+@pytest.fixture(scope="module", params=[0.03, *selection.full(0.0, 0.1)])
 def skewed(request, tmp_path_factory):
     """Such a model, and the choices of a run of it."""
     folder = tmp_path_factory.mktemp("skewed")

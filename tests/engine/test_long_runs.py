@@ -300,8 +300,7 @@ def in_child_prompt(folder: str, model: str, chunk: int | None) -> dict:
     """Return the memory that a prompt of 4,000 tokens takes for a moment, and its cache's bytes."""
     write_model(Path(folder) / "long", max_position_embeddings=8192)
     with LLM(f"{folder}/long", policy=Policy(gpu_batch_size=1, prefill_chunk=chunk),
-             h2o=H2OConfig(heavy_ratio=0.1), device="cpu", dtype="bfloat16",
-             progress=False) as llm:
+             h2o=H2OConfig(heavy_ratio=0.1), device="cpu", dtype="bfloat16", progress=False) as llm:
         llm.generate([[5] * 40], max_new_tokens=3)
         before = status("VmRSS")
         forget_peak()
@@ -426,13 +425,10 @@ ERRORS = {
     "reader dies": (Disk, "_read_chunk", None),
     "writer dies": (Disk, "_write_chunk", None),
     "queue dies": (WeightStore, "load_unit", None),
-    "no thread starts": (threading.Thread, "start", None),
-}
-CHANGES = {
-    "removed": os.remove,
-    "halved": lambda path: os.truncate(path, os.path.getsize(path) // 2),
-    "cut": lambda path: os.truncate(path, os.path.getsize(path) - 1),
-}
+    "no thread starts": (threading.Thread, "start", None)}
+CHANGES = {"removed": os.remove,
+           "halved": lambda path: os.truncate(path, os.path.getsize(path) // 2),
+           "cut": lambda path: os.truncate(path, os.path.getsize(path) - 1)}
 SAYS = {
     "weights read": "reading .*model.safetensors failed: Input/output error; check the disk",
     "cache read": "reading .*failed: Input/output error; check the disk",
@@ -441,8 +437,7 @@ SAYS = {
     "halved": "model.safetensors ends at byte [0-9]+: it was cut short during the run",
     "cut": "model.safetensors ends at byte [0-9]+: it was cut short during the run",
     **dict.fromkeys(("reader dies", "writer dies", "queue dies", "no thread starts"),
-                    "^the thread died$"),
-}
+                    "^the thread died$")}
 
 
 def in_child_fault(folder: str, model: str, *form) -> dict:
@@ -545,8 +540,7 @@ LIMITS = {
     "size, dummy weights": (["--path", "_DUMMY_", "--model", "opt-125m", *WEIGHTS, *HERE], ".", FEW,
                             "writing .*weights.bin.*: File too large; check --offload-dir"),
     "size, quantized": ([*BITS, "--weight-cache", "kept"], ".", FEW,
-                        "cannot write a converted copy .*File too large"),
-}
+                        "cannot write a converted copy .*File too large")}
 """Flags, home and most bytes of a file; what is said, or None where the run ends well. /proc takes
 no folders, not even from root."""
 
@@ -593,8 +587,7 @@ PHASES = {
     "decode, by SIGHUP": ([DECODE] * 9, DISK, signal.SIGHUP),
     "making the run folder": (["storage.run_folder:fcntl.flock"] * 2, DISK),
     "removing the run folder": ([REMOVE], DISK, signal.SIGTERM),
-    "decode, at a read": ([DECODE] * 9 + [READ], KEPT + DISK),
-}
+    "decode, at a read": ([DECODE] * 9 + [READ], KEPT + DISK)}
 """What is called, one after the other, before Ctrl-C comes in the last; flags that lead there; and
 another signal in place of Ctrl-C. While all is cleaned up more signals come than could be typed.
 Chunks are read and written in threads, matrices quantized in them: there the main one waits."""

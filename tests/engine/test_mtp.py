@@ -35,8 +35,7 @@ RUNS = {
     "h2o": {"h2o": H2OConfig(heavy_ratio=0.15)},
     "h2o, chunks, experts on disk": {
         "h2o": H2OConfig(heavy_tokens=3, recent_tokens=4, prompt_chunk=6), "experts": DISK},
-    "recall, 4 bits": {"h2o": H2OConfig(heavy_ratio=0.15, recall=True), "cache_bits": 4},
-}
+    "recall, 4 bits": {"h2o": H2OConfig(heavy_ratio=0.15, recall=True), "cache_bits": 4}}
 MTP = {"speculate": "mtp", "num_speculative_tokens": 3}
 
 

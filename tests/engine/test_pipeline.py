@@ -90,8 +90,7 @@ CASES = {
     "halves": {"policy": small(sep_layer=True, weights=DISK)},
     "chunks": {"policy": small(prefill_chunk=4)},
     "one batch": {"policy": small(num_gpu_batches=1, gpu_batch_size=9)},
-    "quantized": {"weight_bits": 4, "policy": small(weights=DISK)},
-}
+    "quantized": {"weight_bits": 4, "policy": small(weights=DISK)}}
 COVERED = ("plain", "8 and 4 bits", "one batch")
 """Cases whose parts other cases have, too."""
 

@@ -110,8 +110,7 @@ def test_at_most_two_weights_and_three_buffers_are_live(run):
             weights.remove((action.forward_pass, action.unit))
         most = max(most, len(weights))
     assert most == (2 if run.overlap else 1) and not weights
-    for load, store in ((Op.LOAD_CACHE, Op.STORE_CACHE),
-                        (Op.LOAD_HIDDEN, Op.STORE_HIDDEN)):
+    for load, store in ((Op.LOAD_CACHE, Op.STORE_CACHE), (Op.LOAD_HIDDEN, Op.STORE_HIDDEN)):
         stored = {(s.forward_pass, s.unit, s.batch) for s in run.actions if s.op is store}
         live = set()
         for action in run.actions:
@@ -159,8 +158,6 @@ def test_units_of_a_pass(sep, last):
 
 def test_actions_follow_the_zig_zag_of_the_paper():
     shown = [(s.op.name, s.forward_pass, s.unit, s.batch) for s in ScheduleCase(1, 1, 2).actions]
-    assert shown[:7] == [
-        ("LOAD_WEIGHTS", 0, 0, None), ("LOAD_WEIGHTS", 0, 1, None), ("LOAD_CACHE", 0, 1, 0),
-        ("COMPUTE", 0, 0, 0), ("STORE_HIDDEN", 0, 0, 0), ("LOAD_HIDDEN", 0, 1, 0),
-        ("LOAD_CACHE", 0, 1, 1),
-    ]
+    assert shown[:7] == [("LOAD_WEIGHTS", 0, 0, None), ("LOAD_WEIGHTS", 0, 1, None),
+                         ("LOAD_CACHE", 0, 1, 0), ("COMPUTE", 0, 0, 0), ("STORE_HIDDEN", 0, 0, 0),
+                         ("LOAD_HIDDEN", 0, 1, 0), ("LOAD_CACHE", 0, 1, 1)]

@@ -37,16 +37,14 @@ CACHES = {
         "h2o": H2OConfig(heavy_tokens=4, recent_tokens=5, sink_tokens=1, positions="rolling"),
         "key_bits": 8, "value_bits": 4},
     "recall": {"h2o": H2OConfig(heavy_ratio=0.15, recall=True)},
-    "of the text, by layer": {"h2o": H2OConfig(heavy_ratio=(0.1, 1.0, 0.2), budget_of="text")},
-}
+    "of the text, by layer": {"h2o": H2OConfig(heavy_ratio=(0.1, 1.0, 0.2), budget_of="text")}}
 TIERS = {
     "memory": Policy(num_gpu_batches=2),
     "one batch, weights on disk": Policy(gpu_batch_size=1, weights=DISK),
     "cache on disk": Policy(gpu_batch_size=3, cache=DISK, refill_share=1.0),
     "all on disk": Policy(gpu_batch_size=2, weights=DISK, cache=DISK, activations=DISK),
     "no overlap, chunks": Policy(gpu_batch_size=2, cache=DISK, weights=DISK, overlap=False,
-                                 prefill_chunk=8),
-}
+                                 prefill_chunk=8)}
 MODELS = ["llama", "mistral_window", "olmoe", *full("gemma2", "neox", "gpt_oss")]
 
 
@@ -88,8 +86,7 @@ def draft_with(monkeypatch):
 def drafter_of_llama(tiny_model):
     """A model, and a drafter with it for texts of up to 40 tokens."""
     tiny = tiny_model("llama")
-    with LLM(str(tiny.folder), dtype="float32",
-             policy=Policy(draft_model=str(tiny.folder))) as llm:
+    with LLM(str(tiny.folder), dtype="float32", policy=Policy(draft_model=str(tiny.folder))) as llm:
         yield tiny.model, new_drafter(llm._engine.runner, max_tokens=40)
 
 
@@ -195,8 +192,7 @@ def test_a_sequence_ends_within_its_drafts(tiny_model, tmp_path, draft_with):
     with LLM(folder, dtype="float32") as llm:
         free = llm.generate(prompts, max_new_tokens=20, eos_token_id=-1)
         stop = " ".join(free[0].text.split()[4:6])
-        options = {"max_new_tokens": 12, "stop_strings": stop,
-                   "eos_token_id": free[1].token_ids[6]}
+        options = {"max_new_tokens": 12, "stop_strings": stop, "eos_token_id": free[1].token_ids[6]}
         plain = llm.generate(prompts, **options)
     draft_with(Guess(token_ids(free), 0.0))
     with LLM(folder, dtype="float32", policy=speculative(Policy())) as llm:
@@ -284,8 +280,7 @@ def test_a_draft_model_continues_any_text(drafter_of_llama, steps, random):
         assert texts[key] + drafts == expected
 
 
-def test_a_block_that_ran_out_of_memory_starts_again(tiny_model, tmp_path, monkeypatch,
-                                                     draft_with):
+def test_a_block_that_ran_out_of_memory_starts_again(tiny_model, tmp_path, monkeypatch, draft_with):
     folder = tiny_model("llama").folder
     plain, _ = generate(folder, tmp_path, True, Policy(), **CACHES["h2o"])
     failed = []

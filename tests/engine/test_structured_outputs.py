@@ -44,8 +44,7 @@ FORMS = [
     (StructuredOutputs(grammar='start: "a" b? "c"\nb: /[0-9]{2}/'),
      re.compile("a([0-9]{2})?c").fullmatch),
     (StructuredOutputs(grammar='root ::= "x" [0-9] [0-9]? "y"'),
-     re.compile("x[0-9]{1,2}y").fullmatch),
-]
+     re.compile("x[0-9]{1,2}y").fullmatch)]
 
 
 @pytest.fixture(scope="module", params=["byte-level", "llama"])
@@ -163,8 +162,7 @@ def test_a_text_that_ends_needs_no_further_token():
 
 @pytest.mark.parametrize("options", [
     {}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"choice": "yes"}, {"choice": [1]},
-    {"regex": 3}, {"regex": "\ud800"}, {"json": 5}, {"json": {"a": {1, 2}}}, {"json_object": 1},
-])
+    {"regex": 3}, {"regex": "\ud800"}, {"json": 5}, {"json": {"a": {1, 2}}}, {"json_object": 1}])
 def test_wrong_values_are_refused(options):
     refused(lambda: StructuredOutputs(**options), match="structured_outputs|json|choice")
 
@@ -180,8 +178,7 @@ def test_wrong_values_are_refused(options):
     StructuredOutputs(json={"type": "number", "multipleOf": 2**31}),
     StructuredOutputs(json='{"type": "integer", "multiple\\u004ff": 999983.0}'),
     StructuredOutputs(json={"allOf": [{"multipleOf": 9.97}, {"multipleOf": 991}]}),
-    StructuredOutputs(grammar='start: %json {"multipleOf" : 16777217}'),
-])
+    StructuredOutputs(grammar='start: %json {"multipleOf" : 16777217}')])
 def test_grammars_that_cannot_be_met_are_refused(outputs):
     refused(lambda: outputs.compile(), match="structured_outputs")
 
@@ -241,8 +238,7 @@ def form(type_, **fields):
      StructuredOutputs(json=SCHEMA)),
     ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
     ({"structured_outputs": {"choice": ["a", "b"], "regex": None}},
-     StructuredOutputs(choice=["a", "b"])),
-])
+     StructuredOutputs(choice=["a", "b"]))])
 def test_requests_name_a_form_as_openai_or_vllm_do(body, outputs):
     assert read(**body) == outputs
 
@@ -253,8 +249,7 @@ def test_requests_name_a_form_as_openai_or_vllm_do(body, outputs):
     {"structured_outputs": {"regex": "("}}, {"structured_outputs": {"regexp": "a"}},
     {"structured_outputs": []}, {"structured_outputs": {"json_object": False}},
     form("json_object") | {"structured_outputs": {"regex": "a"}},
-    form("json_object") | {"ignore_eos": True},
-])
+    form("json_object") | {"ignore_eos": True}])
 def test_requests_with_a_wrong_form_are_refused(body):
     with pytest.raises(BadRequest) as caught:
         read(**body)

@@ -63,8 +63,7 @@ GOOD = b'{"article": "a", "summary_gt": "b", "turns": ["c"]}\n'
     (read_conversations, b"\n \n", "holds no conversations"),
     (read_conversations, GOOD + b"\n" + GOOD, "line 2 is blank"),
     (read_conversations, b'{"turns": ["a", " "]}\n', "line 1 has no list of texts"),
-    (read_conversations, b'{"turns": ["a"], "question_id": [1]}\n', "line 1 has a `question_id`"),
-])
+    (read_conversations, b'{"turns": ["a"], "question_id": [1]}\n', "line 1 has a `question_id`")])
 def test_invalid_files_are_errors(tmp_path, read, content, words):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
@@ -77,8 +76,7 @@ def test_invalid_files_are_errors(tmp_path, read, content, words):
      "The U.S. Senate met J. Doe at 5.30 p.m. on Monday."),
     ('He said: "Stop!" She did.', 'He said: "Stop!"'),
     ("Why? 12 said so.", "Why?"),
-    ("It cost 3.5 million. £2 were mine.", "It cost 3.5 million."),
-])
+    ("It cost 3.5 million. £2 were mine.", "It cost 3.5 million.")])
 def test_the_first_sentence(text, first):
     assert first_sentence(text) == first
 

@@ -27,8 +27,7 @@ GOOD = {
     "whitespace": "{% if true %}\n  {% set ns = namespace(n=1) %}\n  {{ ns.n }}\n{% endif %}\n",
     "blocks": "{% generation %}{{ messages[0].content | trim }}{% endgeneration %}",
     "macro": '{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(strftime_now("%Y-%m") | length) }}',
-    "late": "{{ messages | pprint }}{{ 'a b c' | wordwrap(2) }}{{ dict(a=1) }}{{ tools is none }}",
-}
+    "late": "{{ messages | pprint }}{{ 'a b c' | wordwrap(2) }}{{ dict(a=1) }}{{ tools is none }}"}
 BAD = {
     "loop": ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
              "was stopped"),
@@ -44,8 +43,7 @@ BAD = {
     "nested": ("{% if " + "(" * 5000, "RecursionError"),
     "syntax": ("{% x", "TemplateSyntaxError"),
     "exception": ("{{ raise_exception('no\nsystem') }}", "TemplateError: no system"),
-    "missing": ("{{ messages[0].a.b }}", "UndefinedError"),
-}
+    "missing": ("{{ messages[0].a.b }}", "UndefinedError")}
 
 
 @pytest.fixture(scope="module")

@@ -152,19 +152,16 @@ LAYERS = 2
 ratio = st.integers(1, 20).map(lambda n: n / 20)
 ratios = st.one_of(ratio, st.lists(ratio, min_size=LAYERS, max_size=LAYERS))
 size = st.one_of(
-    st.fixed_dictionaries({"heavy_ratio": ratios}),
-    st.fixed_dictionaries({"recent_ratio": ratios}),
+    st.fixed_dictionaries({"heavy_ratio": ratios}), st.fixed_dictionaries({"recent_ratio": ratios}),
     st.fixed_dictionaries({"heavy_ratio": ratios, "recent_ratio": ratios}),
     st.fixed_dictionaries({"heavy_ratio": ratios, "recent_tokens": st.integers(1, 6)}),
     st.fixed_dictionaries({"heavy_tokens": st.integers(0, 8), "recent_ratio": ratios}),
     st.fixed_dictionaries({"heavy_tokens": st.integers(0, 8), "recent_tokens": st.integers(1, 8)}),
     st.fixed_dictionaries({"heavy_tokens": st.integers(1, 8)}),
-    st.fixed_dictionaries({"recent_tokens": st.integers(1, 8)}),
-)
+    st.fixed_dictionaries({"recent_tokens": st.integers(1, 8)}))
 option = st.fixed_dictionaries({
     "score": st.sampled_from(FUSED_SCORES), "decay": st.sampled_from([0.5, 0.98, 1.0]),
-    "sink_tokens": st.integers(0, 5), "evict_generated": st.sampled_from([True, True, False]),
-})
+    "sink_tokens": st.integers(0, 5), "evict_generated": st.sampled_from([True, True, False])})
 
 
 @given(sizes=size, options=option, prompts=st.lists(st.integers(1, 24), min_size=1, max_size=3),
@@ -261,18 +258,14 @@ def test_a_ratio_is_read_as_typed(thousandths, prompt_len):
 
 
 @pytest.mark.parametrize(("values", "expected"), [
-    ({"heavy_ratio": 0.2}, Budget(2, 2)),
-    ({"heavy_ratio": 0.2, "recent_ratio": 0.5}, Budget(2, 5)),
-    ({"heavy_ratio": 1, "recent_tokens": 4}, Budget(10, 4)),
-    ({"heavy_tokens": 3}, Budget(3, 3)),
+    ({"heavy_ratio": 0.2}, Budget(2, 2)), ({"heavy_ratio": 0.2, "recent_ratio": 0.5}, Budget(2, 5)),
+    ({"heavy_ratio": 1, "recent_tokens": 4}, Budget(10, 4)), ({"heavy_tokens": 3}, Budget(3, 3)),
     ({"heavy_tokens": 3, "recent_ratio": 1}, Budget(3, 10)),
     ({"recent_tokens": 3, "sink_tokens": 4}, Budget(0, 3, 4)),
     ({"heavy_ratio": 0.01, "recent_ratio": 1 / 3}, Budget(1, 3)),
     ({"heavy_ratio": [0.2, 1], "recent_ratio": [1, 0.5]}, Budget(10, 5)),
-    ({"heavy_ratio": [0.2, 1]}, None),
-    ({"heavy_ratio": 1, "recent_ratio": 1}, None),
-    ({"heavy_tokens": 0, "recent_ratio": 0.5}, Budget(0, 5)),
-])
+    ({"heavy_ratio": [0.2, 1]}, None), ({"heavy_ratio": 1, "recent_ratio": 1}, None),
+    ({"heavy_tokens": 0, "recent_ratio": 0.5}, Budget(0, 5))])
 def test_budget_of_a_layer(values, expected):
     assert budget(H2OConfig(**values), 1, 10) == expected
     assert expected is None or expected.total == sum(

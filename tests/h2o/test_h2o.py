@@ -49,13 +49,12 @@ RARE = ("counts", "sinks and window", "of the text", "half of the text", "crosse
 """Variants that other tests try, as those of the transformers plugin, or that others resemble."""
 ROLLING, RECALL = {"positions": "rolling"}, {"heavy_ratio": 0.1, "recall": True}
 CHUNKS = ({"prompt_chunk": 1}, {"prompt_chunk": 6, **ROLLING})
-WINDOWS = [
-    {"heavy_tokens": 2}, {"heavy_ratio": 0.1, "budget_of": "text"},
-    {"heavy_tokens": 4, "recent_tokens": 5}, {"recent_tokens": 3, "sink_tokens": 2},
-    {"heavy_tokens": 2, "recent_tokens": 1, "sink_tokens": 1, "score": "mean"},
-    {"heavy_tokens": 3, "recent_tokens": 1, "score": "decay", "decay": 0.8},
-    {"heavy_tokens": 2, "evict_generated": False}, {"heavy_tokens": 2, **ROLLING},
-    {"heavy_tokens": 2, "recent_tokens": 2, "prompt_chunk": 3}, {**RECALL}]
+WINDOWS = [{"heavy_tokens": 2}, {"heavy_ratio": 0.1, "budget_of": "text"},
+           {"heavy_tokens": 4, "recent_tokens": 5}, {"recent_tokens": 3, "sink_tokens": 2},
+           {"heavy_tokens": 2, "recent_tokens": 1, "sink_tokens": 1, "score": "mean"},
+           {"heavy_tokens": 3, "recent_tokens": 1, "score": "decay", "decay": 0.8},
+           {"heavy_tokens": 2, "evict_generated": False}, {"heavy_tokens": 2, **ROLLING},
+           {"heavy_tokens": 2, "recent_tokens": 2, "prompt_chunk": 3}, {**RECALL}]
 SIMULATED = [
     *((key, {**share, "positions": positions})
       for (key, positions), share in zip(MODES, SHARES * 3, strict=True)),
@@ -78,8 +77,7 @@ SIMULATED = [
           for more in ({}, ROLLING)),
         *(("llama", {**options, **chunk}) for name, options in VARIANTS.items()
           if name != "prompt only" and "budget_of" not in options for chunk in CHUNKS),
-        *(("llama", {**RECALL, **more}) for more in ({}, {"index_bits": 2},
-                                                     {"budget_of": "text"})),
+        *(("llama", {**RECALL, **more}) for more in ({}, {"index_bits": 2}, {"budget_of": "text"})),
         ("neox", {"heavy_tokens": 3, "recall": True}),
         ("deepseek_v2", {"heavy_ratio": 0.1, "score": "mean"}), ("deepseek_v2", RECALL),
         ("glm4_moe_lite", {"heavy_ratio": 0.1, "sink_tokens": 2}))]
@@ -251,12 +249,9 @@ def test_host_attention_transfers_no_cache(tiny_model, monkeypatch):
 
 @pytest.mark.parametrize("options, words", [
     ({"h2o": H2OConfig(heavy_ratio=[0.1, 0.2])}, "3 decoder layers"),
-    ({"cache_bits": 5}, "16, 8 or 4"),
-    ({"key_bits": 2, "value_bits": 4}, "key_bits"),
-    ({"key_bits": 8}, "use 16 for both"),
-    ({"cache_bits": 4, "value_bits": 16}, "use 16 for both"),
+    ({"cache_bits": 5}, "16, 8 or 4"), ({"key_bits": 2, "value_bits": 4}, "key_bits"),
+    ({"key_bits": 8}, "use 16 for both"), ({"cache_bits": 4, "value_bits": 16}, "use 16 for both"),
     ({"cache_bits": 4, "key_bits": 8, "attn_sparsity": 0.5}, "attn_sparsity"),
-    ({"h2o": H2OConfig(heavy_ratio=0.1, simulate=True), "cache_bits": 4}, "exact cache"),
-])
+    ({"h2o": H2OConfig(heavy_ratio=0.1, simulate=True), "cache_bits": 4}, "exact cache")])
 def test_unsupported_options_are_errors(tiny_model, options, words):
     refused(lambda: LLM(str(tiny_model("llama").folder), **options), match=words)

@@ -110,9 +110,8 @@ def test_registration(tiny_model):
     assert register_policy("mine", total) == policy == policy_named("mine")
     for name, score, options, what in (
             ("sum", total, {}, "a policy named 'sum'"),
-            ("mine", longest_keys, {}, "a policy named 'mine'"),
-            (" ", total, {}, "must be a word"), (3, total, {}, "must be a word"),
-            ("other", 3, {}, "must be a function"),
+            ("mine", longest_keys, {}, "a policy named 'mine'"), (" ", total, {}, "must be a word"),
+            (3, total, {}, "must be a word"), ("other", 3, {}, "must be a function"),
             ("other", total, {"needs": ["queries"]}, "of 'keys' and 'values'")):
         with pytest.raises(UserError, match=what):
             register_policy(name, score, **options)

@@ -62,8 +62,7 @@ def test_ties_select_the_newer_tokens():
     ({"recall": 1, "heavy_ratio": 0.1}, "recall"),
     *(({"recall": True, "heavy_ratio": 0.1, name: value}, f"leave {name} out")
       for name, value in (("sink_tokens", 2), ("score", "mean"), ("positions", "rolling"),
-                          ("evict_generated", False), ("prompt_chunk", 4))),
-])
+                          ("evict_generated", False), ("prompt_chunk", 4)))])
 def test_options_that_recall_does_not_support(options, words):
     refused(lambda: H2OConfig(**options), match=words)
 

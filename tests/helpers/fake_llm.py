@@ -9,10 +9,9 @@ from flexgen_h2o.metrics.run_stats import RunStats
 
 def run_stats(**figures: object) -> RunStats:
     """Return figures of a small run, with some of them changed."""
-    return RunStats(**{
-        "model": "m", "num_parameters": 1, "dtype": "float32", "device": "cpu", "num_prompts": 1,
-        "prompt_tokens": 1, "generated_tokens": 1, "gpu_batch_size": 1, "num_gpu_batches": 1,
-        **figures})
+    return RunStats(**{"model": "m", "num_parameters": 1, "dtype": "float32", "device": "cpu",
+                       "num_prompts": 1, "prompt_tokens": 1, "generated_tokens": 1,
+                       "gpu_batch_size": 1, "num_gpu_batches": 1, **figures})
 
 
 class FakeLLM:

@@ -56,15 +56,12 @@ class Fault:
         return f"{self.kind} {error}{' from there on' if self.stays else ''}"
 
 
-FAULTS = (
-    Fault("open", errno.EIO), Fault("open", errno.EMFILE),
-    Fault("read", errno.EIO), Fault("read", errno.EIO, stays=True), Fault("read", HALF),
-    Fault("write", errno.EIO), Fault("write", errno.ENOSPC, stays=True), Fault("write", HALF),
-    Fault("sync", errno.EIO),
-    Fault("change", errno.EIO), Fault("change", errno.ENOSPC, stays=True),
-    Fault("map", errno.ENOMEM),
-    Fault("allocate", errno.ENOMEM), Fault("allocate", errno.ENOMEM, stays=True),
-)
+FAULTS = (Fault("open", errno.EIO), Fault("open", errno.EMFILE), Fault("read", errno.EIO),
+          Fault("read", errno.EIO, stays=True), Fault("read", HALF), Fault("write", errno.EIO),
+          Fault("write", errno.ENOSPC, stays=True), Fault("write", HALF), Fault("sync", errno.EIO),
+          Fault("change", errno.EIO), Fault("change", errno.ENOSPC, stays=True),
+          Fault("map", errno.ENOMEM), Fault("allocate", errno.ENOMEM),
+          Fault("allocate", errno.ENOMEM, stays=True))
 
 
 def build_shim(folder: Path) -> Path | None:

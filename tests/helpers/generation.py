@@ -12,8 +12,7 @@ from flexgen_h2o.metrics.run_stats import RunStats
 NEW = 12
 LENGTHS = [34, 21, 7, 13, 1]
 
-PLACES = [Placement(100, 0, 0), Placement(0, 100, 0), Placement(0, 0, 100),
-          Placement(40, 30, 30)]
+PLACES = [Placement(100, 0, 0), Placement(0, 100, 0), Placement(0, 0, 100), Placement(40, 30, 30)]
 MODES = [("opt", "original"), ("opt_350m_style", "original"), ("llama", "original"),
          ("llama", "rolling"), ("llama3_rope", "rolling"), ("llama_linear_rope", "rolling"),
          ("neox", "original"), ("neox", "rolling"), ("neox_linear_rope", "rolling")]
@@ -33,8 +32,7 @@ VARIANTS = {
     "one token": {"heavy_tokens": 0, "recent_tokens": 1},
     "crossed mid-run": {"heavy_tokens": 9, "recent_tokens": 9},
     "pyramid": {"heavy_ratio": [0.4, 0.2, 0.05], "recent_ratio": [0.05, 0.2, 0.4]},
-    "one layer full": {"heavy_ratio": [1, 0.1, 0.1]},
-}
+    "one layer full": {"heavy_ratio": [1, 0.1, 0.1]}}
 
 POLICY_FIELDS = {field.name for field in dataclasses.fields(Policy)}
 _generated: dict[tuple, tuple[torch.nn.Module, list[int]]] = {}

@@ -104,8 +104,7 @@ def _split_maps(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[st
     yield name.replace("kv_b_proj", "v_b_proj"), maps
 
 
-def _split_columns(name: str, values: np.ndarray, config: Any
-                   ) -> Iterator[tuple[str, np.ndarray]]:
+def _split_columns(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Llama 4: gates and ups are the halves of one tensor, and matrices are transposed."""
     if name.endswith("gate_up_proj"):
         for part, half in zip(("gate", "up"), np.split(values, 2, axis=2), strict=True):
@@ -231,8 +230,7 @@ def _prediction_layer(writer: GGUFWriter, config: Any) -> None:
     writer.add_tensor(f"blk.{last}.attn_norm.weight", np.ones(32, np.float32))
 
 
-def _without_alphas(name: str, values: np.ndarray, config: Any
-                    ) -> Iterator[tuple[str, np.ndarray]]:
+def _without_alphas(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Apertus: the parameters of its activation are values, not tensors."""
     if ".act_fn." not in name:
         yield name, values
@@ -291,23 +289,18 @@ _LATENT: Keys = {
 _OLDER_LATENT: Keys = {
     **_GROUPS, "kv_lora_rank": "kv_lora_rank", "rope_dimension_count": "qk_rope_head_dim",
     "key_length": lambda c: c.qk_nope_head_dim + c.qk_rope_head_dim, "value_length": "v_head_dim"}
-_LLAMA4: Keys = {
-    "interleave_moe_layer_step": "interleave_moe_layer_step",
-    "feed_forward_length": "intermediate_size_mlp",
-    "expert_feed_forward_length": "intermediate_size"}
-_ERNIE: Keys = {
-    **_WIDTHS, "interleave_moe_layer_step": "moe_layer_interval",
-    "leading_dense_block_count": "moe_layer_start_index",
-    "expert_shared_count": "moe_num_shared_experts"}
-_AFMOE: Keys = {
-    **_WIDTHS, **_WINDOW, "expert_shared_count": "num_shared_experts",
-    "leading_dense_block_count": "num_dense_layers", "expert_weights_norm": True,
-    "expert_weights_scale": "route_scale"}
-_PHIMOE: Keys = {
-    "rope_dimension_count": 8, "rope_scaling_orig_ctx_len": _original_context,
-    "rope_scaling_attn_factors": lambda c: c.rope_parameters["short_mscale"]}
-_NO_SCALING: Keys = {"logit_scale": "logit_scale",
-                     "rope_scaling_type": gguf.RopeScalingType.NONE}
+_LLAMA4: Keys = {"interleave_moe_layer_step": "interleave_moe_layer_step",
+                 "feed_forward_length": "intermediate_size_mlp",
+                 "expert_feed_forward_length": "intermediate_size"}
+_ERNIE: Keys = {**_WIDTHS, "interleave_moe_layer_step": "moe_layer_interval",
+                "leading_dense_block_count": "moe_layer_start_index",
+                "expert_shared_count": "moe_num_shared_experts"}
+_AFMOE: Keys = {**_WIDTHS, **_WINDOW, "expert_shared_count": "num_shared_experts",
+                "leading_dense_block_count": "num_dense_layers", "expert_weights_norm": True,
+                "expert_weights_scale": "route_scale"}
+_PHIMOE: Keys = {"rope_dimension_count": 8, "rope_scaling_orig_ctx_len": _original_context,
+                 "rope_scaling_attn_factors": lambda c: c.rope_parameters["short_mscale"]}
+_NO_SCALING: Keys = {"logit_scale": "logit_scale", "rope_scaling_type": gguf.RopeScalingType.NONE}
 _GEMMA2: Keys = {**_WINDOW, "attn_logit_softcapping": "attn_logit_softcapping",
                  "final_logit_softcapping": "final_logit_softcapping"}
 _GEMMA3: Keys = {
@@ -404,9 +397,8 @@ CASES: dict[str, Case] = {
         **_EXPERTS, "head_dim": 12, "moe_intermediate_size": 16, "norm_topk_prob": True},
         _WIDTHS),
     "olmoe": Case("olmoe", "olmoe", _EXPERTS),
-    "glm4moe": Case("glm4moe", "glm4_moe", {
-        **_GROUPED, "attention_bias": True, "use_qk_norm": True,
-        "rope_parameters": _PARTIAL["rope_parameters"]}, {
+    "glm4moe": Case("glm4moe", "glm4_moe", {**_GROUPED, "attention_bias": True, "use_qk_norm": True,
+                                            "rope_parameters": _PARTIAL["rope_parameters"]}, {
             **_GROUPS, "rope_dimension_count": 4}, _correction, _prediction_layer),
     "dots1": Case("dots1", "dots1", _GROUPED, _GROUPS, _correction),
     "deepseek2": Case("deepseek2", "deepseek_v3", {
@@ -453,8 +445,7 @@ CASES: dict[str, Case] = {
         "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "intermediate_size": 64,
         "sliding_window": 16, "layer_types": _WINDOWS, "rope_parameters": {
             **_YARN, "truncate": False}}, {
-            **_WINDOW, "expert_feed_forward_length": "intermediate_size"}, _split_gates, _scaling),
-}
+            **_WINDOW, "expert_feed_forward_length": "intermediate_size"}, _split_gates, _scaling)}
 
 
 def make(name: str, folder: Path, sizes: Mapping[str, Any] | None = None,

@@ -284,10 +284,9 @@ def prefill64(q, k, v, *, lengths, key_lengths, scores, decay, variant=DEFAULT_V
         weights = decay ** torch.arange(rows - 1, -1, -1).double()
         received *= decay**rows
         for head in range(q.shape[1]):
-            probabilities = weights64(
-                mine[:, head] @ keys[:, head // group].T, hidden, dim=q.shape[-1],
-                variant=variant,
-                sink=None if sinks is None else sinks[head])
+            probabilities = weights64(mine[:, head] @ keys[:, head // group].T, hidden,
+                                      dim=q.shape[-1], variant=variant,
+                                      sink=None if sinks is None else sinks[head])
             mine[:, head] = probabilities @ values[:, head // group]
             received[head // group] += weights @ probabilities
     return out, after
@@ -307,8 +306,7 @@ def check_prefill(functions, case):
         for arguments in (mine, alone):
             out = function(**arguments)
             assert out.dtype == case["q"].dtype
-            torch.testing.assert_close(out.double(), expected, rtol=0,
-                                       atol=BOUND[case["q"].dtype])
+            torch.testing.assert_close(out.double(), expected, rtol=0, atol=BOUND[case["q"].dtype])
         torch.testing.assert_close(mine["scores"].double(), wanted, rtol=2e-5, atol=1e-7)
         assert held[:, keys:].isnan().all()
         for name in "qkv":
@@ -493,10 +491,9 @@ def decode64(*, q, k, v, slots, metadata, layout, state, variant=DEFAULT_VARIANT
                 place = int(metadata[1, s]) - 1
                 hidden[:-1] = state.positions[s, mine, :cached] <= place - state.eviction.window
             offset = 0 if offsets is None else offsets[s, head].double()
-            probabilities = weights64(
-                torch.cat([keys, new[None]]) @ query + offset, hidden, dim=q.shape[-1],
-                variant=variant,
-                sink=None if sinks is None else sinks[head])
+            probabilities = weights64(torch.cat([keys, new[None]]) @ query + offset, hidden,
+                                      dim=q.shape[-1], variant=variant,
+                                      sink=None if sinks is None else sinks[head])
             out[s, head] = probabilities @ torch.cat([values, v[s, mine].double()[None]])
             received[s, mine, :cached] += probabilities[:-1]
             received[s, mine, n] += probabilities[-1]

@@ -43,10 +43,9 @@ _GPT_OSS = {
     "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
                         "truncate": False, "original_max_position_embeddings": 64}}
 _HALF_ROTATED = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-_GROUPED = {
-    "num_hidden_layers": 4, "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4,
-    "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.8,
-    "first_k_dense_replace": 1, "moe_intermediate_size": 13, "n_shared_experts": 2}
+_GROUPED = {"num_hidden_layers": 4, "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4,
+            "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1, "moe_intermediate_size": 13, "n_shared_experts": 2}
 _GLM4 = {**_GROUPED, "rope_parameters": _HALF_ROTATED}
 _ERNIE = {"num_hidden_layers": 4, "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 13,
           "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "pad_token_id": None}
@@ -80,10 +79,9 @@ _LATENT = {
     "n_shared_experts": 2, "num_experts_per_tok": 2, "routed_scaling_factor": 1.7}
 _LATENT_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "mscale": 0.7,
                 "mscale_all_dim": 0.9, "original_max_position_embeddings": 64}
-_QWEN3_NEXT = {
-    "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
-    "num_experts": 13, "num_experts_per_tok": 3, "moe_intermediate_size": 13,
-    "shared_expert_intermediate_size": 21, **HYBRID}
+_QWEN3_NEXT = {"num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 2,
+               "head_dim": 16, "num_experts": 13, "num_experts_per_tok": 3,
+               "moe_intermediate_size": 13, "shared_expert_intermediate_size": 21, **HYBRID}
 
 LATENT: dict[str, Callable[..., Any]] = {
     "deepseek_v2": _of("DeepseekV2", _LATENT, q_lora_rank=None, first_k_dense_replace=1,
@@ -91,14 +89,11 @@ LATENT: dict[str, Callable[..., Any]] = {
     "deepseek_v2_groups": _of(
         "DeepseekV2", _LATENT, qk_nope_head_dim=8, topk_method="group_limited_greedy", n_group=3,
         topk_group=2, rope_parameters=_LATENT_YARN),
-    "deepseek_v3": _of(
-        "DeepseekV3", _LATENT, n_routed_experts=12, n_group=4, topk_group=2,
-        first_k_dense_replace=2, rope_parameters=_LATENT_YARN, attention_bias=True),
-    "deepseek_v3_dense": _of(
-        "DeepseekV3", _LATENT, first_k_dense_replace=3, q_lora_rank=None, rope_interleave=False,
-        n_group=1, topk_group=1),
-    "glm4_moe_lite": _of("Glm4MoeLite", _LATENT, norm_topk_prob=False),
-}
+    "deepseek_v3": _of("DeepseekV3", _LATENT, n_routed_experts=12, n_group=4, topk_group=2,
+                       first_k_dense_replace=2, rope_parameters=_LATENT_YARN, attention_bias=True),
+    "deepseek_v3_dense": _of("DeepseekV3", _LATENT, first_k_dense_replace=3, q_lora_rank=None,
+                             rope_interleave=False, n_group=1, topk_group=1),
+    "glm4_moe_lite": _of("Glm4MoeLite", _LATENT, norm_topk_prob=False)}
 """Models with multi-head latent attention."""
 
 MIXTURES: dict[str, Callable[..., Any]] = {
@@ -117,16 +112,13 @@ MIXTURES: dict[str, Callable[..., Any]] = {
                            decoder_sparse_step=2),
     "gpt_oss": _of("GptOss", _GPT_OSS),
     "glm4_moe": _of("Glm4Moe", _GLM4),
-    "glm4_moe_normed": _of(
-        "Glm4Moe", _GLM4, use_qk_norm=True, attention_bias=True, head_dim=12, n_group=1,
-        topk_group=1, norm_topk_prob=False, first_k_dense_replace=2),
-    "minimax_m2": _of(
-        "MiniMaxM2", _THREE_OF_SEVEN, num_attention_heads=6, num_key_value_heads=3, head_dim=12,
-        rope_parameters=_HALF_ROTATED),
+    "glm4_moe_normed": _of("Glm4Moe", _GLM4, use_qk_norm=True, attention_bias=True, head_dim=12,
+                           n_group=1, topk_group=1, norm_topk_prob=False, first_k_dense_replace=2),
+    "minimax_m2": _of("MiniMaxM2", _THREE_OF_SEVEN, num_attention_heads=6, num_key_value_heads=3,
+                      head_dim=12, rope_parameters=_HALF_ROTATED),
     "ernie4_5_moe": _of("Ernie4_5_Moe", _ERNIE),
-    "ernie4_5_moe_ends": _of("Ernie4_5_Moe", _ERNIE, moe_layer_end_index=2,
-                             moe_layer_interval=2, moe_num_shared_experts=0,
-                             tie_word_embeddings=False),
+    "ernie4_5_moe_ends": _of("Ernie4_5_Moe", _ERNIE, moe_layer_end_index=2, moe_layer_interval=2,
+                             moe_num_shared_experts=0, tie_word_embeddings=False),
     "phimoe": _of("Phimoe", _PHI),
     "phimoe_longrope": _of("Phimoe", _PHI, rope_parameters=_LONG_ROPE, sliding_window=6),
     "granitemoe": _of("GraniteMoe", _GRANITE, tie_word_embeddings=True),
@@ -153,8 +145,7 @@ MIXTURES: dict[str, Callable[..., Any]] = {
     "qwen3_next_dense": _of("Qwen3Next", _QWEN3_NEXT, mlp_only_layers=[2], attention_bias=True),
     "qwen3_5_moe": _of("Qwen3_5MoeText", _QWEN2, num_hidden_layers=4, num_attention_heads=3,
                        head_dim=16, shared_expert_intermediate_size=9,
-                       **HYBRID | {"layer_types": None}),
-}
+                       **HYBRID | {"layer_types": None})}
 
 
 def limit_as_configured(model) -> None:

@@ -82,8 +82,7 @@ TINY: dict[str, Callable[[], Any]] = {
     "gemma2": _of("Gemma2", head_dim=12, sliding_window=8, query_pre_attn_scalar=20,
                   attn_logit_softcapping=5.0, final_logit_softcapping=4.0),
     "gemma3": _of("Gemma3Text", head_dim=12, sliding_window=6, query_pre_attn_scalar=20,
-                  layer_types=["sliding_attention", "full_attention",
-                               "sliding_attention"]),
+                  layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
     "gemma4": _of("Gemma4Text", _GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True,
                   num_global_key_value_heads=1),
     "gemma4_12b": _of("Gemma4UnifiedText", _GEMMA4, attention_bias=True, num_hidden_layers=3,
@@ -101,8 +100,7 @@ TINY: dict[str, Callable[[], Any]] = {
                         layer_types=["full_attention"] * 3),
     "smollm3": _of("SmolLM3", no_rope_layer_interval=2),
     "smollm3_windows": _of("SmolLM3", no_rope_layers=[0, 1, 0], use_sliding_window=True,
-                           sliding_window=9, attention_bias=True,
-                           tie_word_embeddings=False),
+                           sliding_window=9, attention_bias=True, tie_word_embeddings=False),
     "glm": _of("Glm", head_dim=12, tie_word_embeddings=True),
     "glm4": _of("Glm4", head_dim=16, attention_bias=False),
     "cohere": _of("Cohere", logit_scale=0.6, attention_bias=True),
@@ -116,8 +114,7 @@ TINY: dict[str, Callable[[], Any]] = {
     "neox_sequential": _neox(rotary=1.0, use_parallel_residual=False, hidden_act="gelu_fast"),
     "neox_partial": _neox(hidden_act="gelu_new", attention_bias=False, tie_word_embeddings=True),
     "neox_linear_rope": _neox(rope_parameters=LINEAR_ROPE | {
-        "partial_rotary_factor": 0.5}),
-}
+        "partial_rotary_factor": 0.5})}
 
 _TOWER = {"intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
           "num_heads": 2, "image_size": 28, "patch_size": 14, "deepstack_visual_indexes": [0]}
@@ -157,8 +154,7 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
         [1, 1, 1], num_hidden_layers=5, head_dim=24, rope_parameters={
             "partial_rotary_factor": 0.25}, **HYBRID)),
     "glm4v": lambda: _multimodal("glm4v", _mrope([2, 1, 1], hidden_size=96, rope_parameters={
-        "partial_rotary_factor": 0.5})),
-}
+        "partial_rotary_factor": 0.5}))}
 """Models with a vision tower, around text models of `TINY`."""
 
 

@@ -50,8 +50,7 @@ KINDS = {
     "loglikelihood_rolling": 'doc_to_target: "{{text}}"\nmetric_list: [{metric: word_perplexity}]',
     "generate_until": 'doc_to_target: "{{answer}}"\n'
                       "generation_kwargs: {until: ['###'], max_gen_toks: 6}\n"
-                      "metric_list: [{metric: exact_match}]",
-}
+                      "metric_list: [{metric: exact_match}]"}
 
 
 def words(*tokens: int) -> str:
@@ -158,8 +157,7 @@ def test_accuracy_of_the_likeliest_choice(tiny_model, folder, task, shots):
 @pytest.mark.full
 @pytest.mark.parametrize("arguments", [
     {"hh_ratio": 0.1}, {"hh_ratio": 0.1, "evict_prompt": True, "prompt_chunk": 1},
-    {"num_window_length": 6, "eviction": "window", "evict_prompt": True, "prompt_chunk": 5},
-])
+    {"num_window_length": 6, "eviction": "window", "evict_prompt": True, "prompt_chunk": 5}])
 def test_eviction_equals_the_simulation(folder, task, arguments):
     choices = task("multiple_choice")
     evicted, masked, full_cache = (responses_of(evaluate(folder, choices, **options)[1])
@@ -428,8 +426,7 @@ def test_fit_batch_halves_until_the_plan_fits(folder):
     ({"pretrained": "opt-125m", "weight_cache": "w"}, "weight_cache has no effect"),
     ({"attn_sparsity": 0.5, **H2O}, "attn_sparsity"), ({"qqq": 1}, "unknown key 'qqq'"),
     ({"num_window_length": 2, "sink_tokens": 2}, "no recent tokens"),
-    ({"evict_prmpt": True}, "did you mean evict_prompt?"),
-])
+    ({"evict_prmpt": True}, "did you mean evict_prompt?")])
 def test_wrong_arguments_raise(given, text):
     refused(lambda: parse({"pretrained": "smollm2-135m", **given}), text)
 

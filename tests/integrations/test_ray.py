@@ -206,8 +206,7 @@ def test_generator_takes_all_kinds_of_columns(words_model):
     ({"engine_kwargs": {"memory_limit": "2GB"}}, "memory_limit of engine_kwargs must be"),
     ({"memory": 1, "batch_size": 0}, "batch_size must be at least 1"),
     ({"memory": 1, "num_gpus": 2}, "num_gpus must be 0 or 1"),
-    ({"memory": 1, "engine_kwargs": {"model": "m"}}, "it is model_source"),
-])
+    ({"memory": 1, "engine_kwargs": {"model": "m"}}, "it is model_source")])
 def test_wrong_processor_configurations_raise(given, words):
     from flexgen_h2o.integrations.ray import ProcessorConfig
 

@@ -36,8 +36,7 @@ NEW = 14
 VARIANTS = {
     "ratio": {"heavy_ratio": 0.1}, **generation.VARIANTS,
     "in chunks": {"heavy_ratio": 0.1, "prompt_chunk": 7},
-    "prompt only, in chunks": {"heavy_ratio": 0.1, "prompt_chunk": 7, "evict_generated": False},
-}
+    "prompt only, in chunks": {"heavy_ratio": 0.1, "prompt_chunk": 7, "evict_generated": False}}
 
 
 def batch_of(prompts, side="left"):
@@ -405,8 +404,7 @@ def test_disabling_restores_the_model(tiny_model):
     assert vars(model).pop("generate") is generate
 
 
-@pytest.mark.parametrize("again", [lambda x: pickle.loads(pickle.dumps(x)),
-                                   *full(copy.deepcopy)])
+@pytest.mark.parametrize("again", [lambda x: pickle.loads(pickle.dumps(x)), *full(copy.deepcopy)])
 def test_copies_of_an_enabled_model_are_independent(tiny_model, again):
     prompts, h2o = prompts_of(tiny_model("llama")), H2OConfig(heavy_ratio=0.1)
     model = copy.deepcopy(tiny_model("llama").model)
@@ -465,8 +463,7 @@ def test_passes_without_an_h2o_cache_are_unchanged(tiny_model, key):
     ({"prefill_chunk_size": 4}, "prompt_chunk"), ({"custom_generate": "a/b"}, "custom_generate"),
     ({"output_attentions": True}, "output_attentions"), ({"use_cache": False}, "use_cache=False"),
     (cached(DynamicCache()), "must be an H2OCache, got DynamicCache"),
-    ({"generation_config": {"prompt_lookup_num_tokens": 3}}, "assisted generation"),
-])
+    ({"generation_config": {"prompt_lookup_num_tokens": 3}}, "assisted generation")])
 def test_unsupported_options_of_generate_raise(tiny_model, options, words):
     model = tiny_model("llama").model
     if "assistant_model" in options:
@@ -484,8 +481,7 @@ def test_unsupported_options_of_generate_raise(tiny_model, options, words):
     (H2OConfig(heavy_ratio=[0.1, 0.2]), 16, "2 numbers but the model has 3"),
     (H2OConfig(heavy_ratio=0.1), 2, "cache_bits must be 16, 8 or 4, got 2"),
     (H2OConfig(heavy_ratio=0.1, simulate=True), 8, "leave cache_bits"),
-    (None, 16, "must be an H2OConfig"),
-])
+    (None, 16, "must be an H2OConfig")])
 def test_unsupported_options_of_enable_h2o_raise(tiny_model, h2o, bits, message):
     model = tiny_model("llama").model
     kind = model.config._attn_implementation

@@ -160,8 +160,7 @@ ROUTERS = {
     "minimax_m2": ("MiniMaxM2TopKRouter", RouterConfig("sigmoid"), {}),
     "ernie4_5_moe": ("Ernie4_5_MoeTopKRouter", RouterConfig(min_sum=0.4), {"moe_norm_min": 0.4}),
     "phimoe": ("PhimoeTopKRouter", RouterConfig("sparsemixer", jitter=0.3),
-               {"router_jitter_noise": 0.3, "input_jitter_noise": 0.0}),
-}
+               {"router_jitter_noise": 0.3, "input_jitter_noise": 0.0})}
 COUNT, HIDDEN, ROWS = 20, 24, 300
 
 

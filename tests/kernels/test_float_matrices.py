@@ -176,8 +176,7 @@ def test_values_near_the_largest_are_exact(way, outputs, inputs, group, spread, 
         assert torch.equal((values - part).abs()[~exact], nearest[~exact])
 
 
-@given(WAYS, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-       st.integers(0, 2**31))
+@given(WAYS, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 2**31))
 @settings(max_examples=examples(60))
 def test_bytes_equal_the_layout(way, dtype, seed):
     """Of numbers that are rounded, too large, too small, or none."""

@@ -146,17 +146,16 @@ def test_results_do_not_depend_on_threads(way):
 def test_invalid_arguments_write_nothing():
     x, out = torch.ones(2, 8), torch.full((2, 8), 3.0)
     tables = torch.ones(2, 4)
-    for call in (
-            lambda: native.norm(x, torch.ones(7), None, out, eps=1e-5, centered=True),
-            lambda: native.norm(x, None, None, out[:1], eps=1e-5, centered=True),
-            lambda: native.norm(x.T, None, None, out.T, eps=1e-5, centered=True),
-            lambda: native.norm(x.double(), None, None, out.double(), eps=1e-5, centered=True),
-            lambda: native.rotate(out.view(2, 1, 8), torch.ones(2, 5), torch.ones(2, 5)),
-            lambda: native.rotate(out.view(2, 1, 8), tables, tables[:1]),
-            lambda: native.rotate(out.view(2, 1, 8), tables.double(), tables.double()),
-            lambda: native.activate(out, "mish"),
-            lambda: native.activate(out, "relu", torch.ones(2, 7)),
-            lambda: native.activate(out, "relu", x.bfloat16())):
+    for call in (lambda: native.norm(x, torch.ones(7), None, out, eps=1e-5, centered=True),
+                 lambda: native.norm(x, None, None, out[:1], eps=1e-5, centered=True),
+                 lambda: native.norm(x.T, None, None, out.T, eps=1e-5, centered=True),
+                 lambda: native.norm(x.double(), None, None, out.double(), eps=1e-5, centered=True),
+                 lambda: native.rotate(out.view(2, 1, 8), torch.ones(2, 5), torch.ones(2, 5)),
+                 lambda: native.rotate(out.view(2, 1, 8), tables, tables[:1]),
+                 lambda: native.rotate(out.view(2, 1, 8), tables.double(), tables.double()),
+                 lambda: native.activate(out, "mish"),
+                 lambda: native.activate(out, "relu", torch.ones(2, 7)),
+                 lambda: native.activate(out, "relu", x.bfloat16())):
         with pytest.raises(ValueError):
             call()
     assert (out == 3).all()

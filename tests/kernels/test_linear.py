@@ -54,9 +54,8 @@ def test_skinny_matmuls(rows, shape):
 @BUILT
 @pytest.mark.usefixtures("isa_choice")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [
-    (1, 1, 1), (3, 31, 8), (12, 130, 77), (17, 128, 128), (65, 300, 33), (256, 65, 49),
-    (300, 257, 260)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 31, 8), (12, 130, 77), (17, 128, 128),
+                                   (65, 300, 33), (256, 65, 49), (300, 257, 260)])
 def test_matmuls_in_float32(shape, dtype):
     """Rows of one panel and of more, inputs and outputs that fill blocks and that do not."""
     check(native.linear_float32, *shape, dtype=dtype)
@@ -64,9 +63,8 @@ def test_matmuls_in_float32(shape, dtype):
 
 @pytest.mark.parametrize("shape", [
     (1, 1, 1), (129, 32, 33), (TILED_ROWS + 17, TILED_INPUTS + 32, 7),
-    *full((17, 31, 8), (160, 65, 192), (40, 576, 520),
-                (33, TILED_INPUTS, 2 * TILED_OUTPUTS + 40),
-                (50, TILED_INPUTS + 27, TILED_OUTPUTS + 2))])
+    *full((17, 31, 8), (160, 65, 192), (40, 576, 520), (33, TILED_INPUTS, 2 * TILED_OUTPUTS + 40),
+          (50, TILED_INPUTS + 27, TILED_OUTPUTS + 2))])
 def test_tiled_matmuls(tiles, shape):
     """Sizes that fill tiles and that do not, and more rows than have their sums kept."""
     check(native.linear_tiled, *shape)

@@ -93,9 +93,8 @@ def by_hand(data, layout):
 
 @pytest.mark.parametrize(("layout", "nbytes"), [
     (MatrixLayout(4096, 16384, 4), 4096 * 16384 * 9 // 16),
-    (MatrixLayout(4096, 4096, 8, 32), 4096 * 4096 * 9 // 8),
-    (MatrixLayout(1, 1, 4), 576), (MatrixLayout(17, 65, 8), 4 * 1088),
-    (MatrixLayout(16, 256, 6, 16), 16 * (64 + 192)),
+    (MatrixLayout(4096, 4096, 8, 32), 4096 * 4096 * 9 // 8), (MatrixLayout(1, 1, 4), 576),
+    (MatrixLayout(17, 65, 8), 4 * 1088), (MatrixLayout(16, 256, 6, 16), 16 * (64 + 192)),
     (MatrixLayout(4096, 4096, 4, 32, compact=True), 4096 * 4096 * 9 // 16)])
 def test_known_sizes(layout, nbytes):
     assert layout.nbytes == nbytes and layout.block_bytes % 32 == 0

@@ -306,10 +306,9 @@ def some_calls():
             yield ops.prefill_attention, prefill_case(*lengths, group=3, dtype=dtype, dim=24)
     for number, stored in enumerate((*FORMS, *MIXED)):
         for cached in ([1000], [70, 300, 5]):
-            yield ops.decode_attention, decode_case(
-                cached, full=(0,), stored=stored, rotary=8 * (number % 2), kv_heads=1, n=1100,
-                group=3,
-                eviction=Eviction(decay=0.9))
+            yield ops.decode_attention, decode_case(cached, full=(0,), stored=stored,
+                                                    rotary=8 * (number % 2), kv_heads=1, n=1100,
+                                                    group=3, eviction=Eviction(decay=0.9))
         cuts = [Cut(700, 90, 80), Cut(3, 1, 1), Cut(90, 9, 9)]
         yield ops.select_heavy_hitters, select_case(cuts, stored=stored, rolls=True)
     for stored, heads in ((torch.float32, 5), (8, 16)):

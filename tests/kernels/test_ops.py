@@ -92,10 +92,9 @@ def test_prefill_around_blocks_of_queries(group):
                         min_size=1, max_size=4),
        group=st.integers(1, 9), kv_heads=st.integers(1, 3), dim=st.integers(1, 40),
        decay=st.sampled_from([1.0, 0.98, 0.5]), dtype=st.sampled_from(list(BOUND)),
-       attention=st.none() | st.builds(
-           AttentionVariant, scale=st.sampled_from((None, 0.05, 1.0)),
-           softcap=st.sampled_from((0.0, 1.0, 30.0)), window=st.none() | st.integers(2, 200),
-           sinks=st.booleans()))
+       attention=st.none() | st.builds(AttentionVariant, scale=st.sampled_from((None, 0.05, 1.0)),
+                                       softcap=st.sampled_from((0.0, 1.0, 30.0)),
+                                       window=st.none() | st.integers(2, 200), sinks=st.booleans()))
 @settings(max_examples=examples(60))
 def test_any_prefill(lengths, group, kv_heads, dim, decay, dtype, attention):
     rows = [length for length, _ in lengths]
@@ -291,8 +290,7 @@ def test_decode(case):
     cached, eviction, recent = case["cached"], case["eviction"], case["recent"]
     many = [place for place, count in enumerate(cached) if count > recent + 3]
     if eviction is not None and eviction.window:
-        case["attention"] = replace(case["attention"] or AttentionVariant(),
-                                    window=eviction.window)
+        case["attention"] = replace(case["attention"] or AttentionVariant(), window=eviction.window)
     check_decode(DECODE, decode_case(
         full=many[len(many) // 2 :] if eviction else (),
         rotary=int(case.pop("rotated") * case["dim"]) // 2 * 2, **case))

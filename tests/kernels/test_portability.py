@@ -40,11 +40,10 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 ROOT = Path(__file__).parents[2]
 ARM = "aarch64-linux-gnu"
-OPERATIONS = {
-    "prefill_attention", "select_heavy_hitters", "decode_attention", "quantize_groups",
-    "dequantize_groups", "quantize_matrix", "unpack_rows", "linear_quantized", "linear_skinny",
-    "linear_float32", "norm", "rotate", "activate", "route", "experts", "index_keys", "select_keys",
-    "recall_attention", "assign_slots"}
+OPERATIONS = {"prefill_attention", "select_heavy_hitters", "decode_attention", "quantize_groups",
+              "dequantize_groups", "quantize_matrix", "unpack_rows", "linear_quantized",
+              "linear_skinny", "linear_float32", "norm", "rotate", "activate", "route", "experts",
+              "index_keys", "select_keys", "recall_attention", "assign_slots"}
 """Those that read and write memory alone: all but fetch_tokens, which reads a file."""
 
 
@@ -304,8 +303,7 @@ def make_calls() -> None:
                                       groups)
     for stored in (*FORMS, *MIXED):
         ops.select_heavy_hitters(**select_case([Cut(64, 20, 3), Cut(7, 9, 9)], stored=stored,
-                                                 dim=20,
-                                               rolls=True, eviction=Eviction(sinks=2)))
+                                               dim=20, rolls=True, eviction=Eviction(sinks=2)))
         for rotary in (0, 8):
             ops.decode_attention(**decode_case(
                 [0, 7, 66], full=(2,), stored=stored, group=3, dim=20, rotary=rotary,

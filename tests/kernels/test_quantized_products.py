@@ -52,8 +52,7 @@ def random(rows, columns, dtype=torch.float32, size=0.3):
 def matrix_of(layout):
     """A random matrix of the layout, and its values."""
     data = ops.quantize_matrix(random(layout.outputs, layout.inputs), layout)
-    values = reference_matrix.unpack_rows(data, layout, torch.arange(layout.outputs),
-                                          torch.float32)
+    values = reference_matrix.unpack_rows(data, layout, torch.arange(layout.outputs), torch.float32)
     return QuantizedMatrix(data, layout), values
 
 

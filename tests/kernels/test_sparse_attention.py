@@ -204,11 +204,10 @@ def test_continuations_are_scored_as_generated(tiny_model):
         assert scored[2:] != pytest.approx(dense[2:], abs=1e-3)
 
 
-@pytest.mark.parametrize("options", [
-    {"attn_sparsity": 0}, {"attn_sparsity": 1.01}, {"attn_sparsity": True},
-    {"attn_sparsity": 0.5, "h2o": H2OConfig(heavy_ratio=0.2)},
-    {"attn_sparsity": 0.5, "h2o": H2OConfig(simulate=True)},
-])
+@pytest.mark.parametrize("options", [{"attn_sparsity": 0}, {"attn_sparsity": 1.01},
+                                     {"attn_sparsity": True},
+                                     {"attn_sparsity": 0.5, "h2o": H2OConfig(heavy_ratio=0.2)},
+                                     {"attn_sparsity": 0.5, "h2o": H2OConfig(simulate=True)}])
 def test_unsupported_options_are_errors(tiny_model, options):
     with pytest.raises(UserError, match="attn_sparsity"):
         LLM(str(tiny_model("opt").folder), dtype="float32", **options)

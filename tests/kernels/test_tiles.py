@@ -9,8 +9,7 @@ import pytest
 from helpers.kernel_cases import SETS, packaging
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.full,
-              pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 SIZES = [(16, 16, 16), (1, 16, 16), (16, 1, 16), (16, 16, 1), (3, 7, 5), (9, 16, 2)]
 """Rows, pairs and columns."""
 

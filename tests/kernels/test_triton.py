@@ -53,10 +53,9 @@ def select(k, v, scores, *, cuts, slots, state, layout):
 
 
 def decode(q, k, v, *, slots, metadata, layout, state, variant=DEFAULT_VARIANT, sinks=None):
-    return triton_decode.decode_attention(
-        q, k, v, slots=slots, metadata=metadata, layout=layout,
-        eviction=EvictionArguments.from_state(state),
-        variant=VariantArguments.from_variant(variant, sinks))
+    return triton_decode.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
+                                          eviction=EvictionArguments.from_state(state),
+                                          variant=VariantArguments.from_variant(variant, sinks))
 
 
 def check_step(*args, **options):
@@ -241,9 +240,8 @@ def test_select(draw, eviction):
                                            kv_heads=1 + rolls))
 
 
-@pytest.mark.parametrize(("stored", "dim"), [
-    (torch.float32, 12), (4, 80), (MIXED[0], 128),
-    *full_cases(*product(EVERY_FORM, (12, 80, 128)))])
+@pytest.mark.parametrize(("stored", "dim"), [(torch.float32, 12), (4, 80), (MIXED[0], 128),
+                                             *full_cases(*product(EVERY_FORM, (12, 80, 128)))])
 def test_select_forms(stored, dim):
     case = select_case([Cut(9, 3, 2), Cut(40, 15, 5)], stored=stored, dim=dim)
     if dim == 80:

@@ -226,8 +226,7 @@ def test_unpack_rows(form, shape):
         # The interpreter cuts bfloat16 off where a GPU rounds. It holds short floats exactly.
         limit = 2**-7 if dtype == torch.bfloat16 and form in FORMS else 0
         torch.testing.assert_close(got, wanted, rtol=limit, atol=0)
-    assert torch.equal(triton_matrix.unpack_rows(held, rows[::2], torch.float32),
-                       values[rows[::2]])
+    assert torch.equal(triton_matrix.unpack_rows(held, rows[::2], torch.float32), values[rows[::2]])
     none = triton_matrix.unpack_rows(held, rows[:0], torch.float32)
     assert none.shape == (0, shape[1])
 

@@ -70,8 +70,7 @@ def test_kernels_equal_the_reference(options):
 
 def test_running_means_of_log_weights():
     some = case(sequences=2, kv_heads=1, tokens=40)
-    reference_recall.index_keys(some["keys"], some["index"], some["spans"],
-                                layout=some["layout"])
+    reference_recall.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"])
     before = torch.randint(2**30, (2, 1, 40), dtype=torch.int32)
     ours, theirs = before.clone(), before.clone()
     for choose, log_weights in ((select_keys, ours), (reference_recall.select_keys, theirs)):

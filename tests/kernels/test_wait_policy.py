@@ -50,8 +50,7 @@ def machine(monkeypatch):
     (4, 0.2, False), (4, 0.3, True),
     (3, 1.2, False), (3, 1.3, True),  # one CPU is left to others
     (1, 4.0, False),
-    (9, 0.2, False), (9, 0.3, True),
-])
+    (9, 0.2, False), (9, 0.3, True)])
 def test_threads_sleep_while_other_processes_need_cpus(machine, count, others, asleep):
     policy = OpenMPWaitPolicy()
     with threads(count):

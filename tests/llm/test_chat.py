@@ -89,8 +89,7 @@ def test_reasoning_is_apart_from_the_answer(llm, folder, tmp_path):
     ([HELLO], {"chat_template_kwargs": [1]}, "must be a mapping of names to values"),
     ([HELLO], {"chat_template_kwargs": {"x": {1}}}, "what JSON can hold"),
     ([HELLO], {"chat_template_kwargs": {"messages": []}}, "template cannot have 'messages'"),
-    ([HELLO], {"chat_template_kwargs": {"tokenize": False}}, "template cannot have 'tokenize'"),
-])
+    ([HELLO], {"chat_template_kwargs": {"tokenize": False}}, "template cannot have 'tokenize'")])
 def test_bad_chats(llm, conversations, options, words):
     assert words in refused(lambda: llm.chat(conversations, max_new_tokens=1, **options))
 

@@ -54,13 +54,12 @@ def reference(tiny, **options) -> list[list[int]]:
 def value_of(name: str, plain: list[list[int]]) -> dict:
     """A value of a parameter that changes the greedy text, with what it needs beside it."""
     first, later = plain[0][0], plain[0][4]
-    return {
-        "repetition_penalty": {name: 1.7}, "no_repeat_ngram_size": {name: 2},
-        "suppress_tokens": {name: [first, later, 10**6]},
-        "begin_suppress_tokens": {name: [first, plain[1][0]]},
-        "bad_words_ids": {name: [[first], plain[1][1:3], [5, 6, 7]]},
-        "min_new_tokens": {name: 6, "eos_token_id": [later, first]},
-        "min_length": {name: 10, "eos_token_id": [later, first]}}[name]
+    return {"repetition_penalty": {name: 1.7}, "no_repeat_ngram_size": {name: 2},
+            "suppress_tokens": {name: [first, later, 10**6]},
+            "begin_suppress_tokens": {name: [first, plain[1][0]]},
+            "bad_words_ids": {name: [[first], plain[1][1:3], [5, 6, 7]]},
+            "min_new_tokens": {name: 6, "eos_token_id": [later, first]},
+            "min_length": {name: 10, "eos_token_id": [later, first]}}[name]
 
 
 def folder_with(tiny, target, values, name="generation_config.json") -> str:

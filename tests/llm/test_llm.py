@@ -173,17 +173,14 @@ def opt_llm(tiny_model):
 
 
 @pytest.mark.parametrize("prompts, options, words", [
-    ([[]], {}, "prompt 0 is empty"),
-    ([[3], [4, 10**6]], {}, "prompt 1: token id 1000000"),
+    ([[]], {}, "prompt 0 is empty"), ([[3], [4, 10**6]], {}, "prompt 1: token id 1000000"),
     ([[5] * 300], {}, "prompt 0 has 300 tokens, more than"),
-    ([[5] * 250], {"max_new_tokens": 50}, "generate at most 7"),
-    (["text"], {}, "no tokenizer"),
+    ([[5] * 250], {"max_new_tokens": 50}, "generate at most 7"), (["text"], {}, "no tokenizer"),
     ([[5]], {"max_tokens": 5}, "no option 'max_tokens'"),
     ("text", {}, "put the one prompt in a list"),
     ([[1.5]], {}, "prompt 0 must be text or a sequence"),
     (None, {}, "prompts must be a list, got None"),
-    ([[5]], {"stop_strings": "a\ud800"}, r"stop_strings is not text in UTF-8.*'\\ud800'"),
-])
+    ([[5]], {"stop_strings": "a\ud800"}, r"stop_strings is not text in UTF-8.*'\\ud800'")])
 def test_bad_requests(opt_llm, prompts, options, words):
     refused(lambda: opt_llm.generate(prompts, **options), match=words)
 
@@ -219,8 +216,7 @@ def test_bad_pairs_and_a_closed_llm(tiny_model):
     ({"dtype": torch.float32}, "dtype must be text"),
     ({"texts": "one"}, "texts must be a list"),
     ({"wieght_bits": 4}, "LLM has no option 'wieght_bits': did you mean weight_bits?"),
-    ({"options": {}}, r"LLM has no option 'options': see help\(LLM\)"),
-])
+    ({"options": {}}, r"LLM has no option 'options': see help\(LLM\)")])
 def test_arguments_of_wrong_types(tiny_model, options, words):
     arguments = {"model": str(tiny_model("opt").folder), "dtype": "float32"} | options
     refused(lambda: LLM(**arguments), match=words)
@@ -302,12 +298,11 @@ def test_text_that_utf8_cannot_hold(tiny_model, tmp_path):
     model = with_words(tiny_model("llama").folder, tmp_path / "model")
     bad = "w1 \udcff"
     with LLM(model, dtype="float32") as llm, llm.stream(max_tokens=9) as stream:
-        for work, words in (
-                (lambda: llm.generate(["w1", bad]), "prompt 1"),
-                (lambda: llm.loglikelihood([("w1", " w2"), (bad, " w2")]), "pair 1"),
-                (lambda: llm.loglikelihood([("w1", bad)]), "pair 0"),
-                (lambda: stream.generate(bad), "prompt 0"),
-                (lambda: stream.loglikelihood(bad), "prompt 0")):
+        for work, words in ((lambda: llm.generate(["w1", bad]), "prompt 1"),
+                            (lambda: llm.loglikelihood([("w1", " w2"), (bad, " w2")]), "pair 1"),
+                            (lambda: llm.loglikelihood([("w1", bad)]), "pair 0"),
+                            (lambda: stream.generate(bad), "prompt 0"),
+                            (lambda: stream.loglikelihood(bad), "prompt 0")):
             with pytest.raises(UserError, match=rf"{words} is not text .*'\\udcff'") as caught:
                 work()
             assert "\n" not in str(caught.value)

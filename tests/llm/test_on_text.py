@@ -55,9 +55,8 @@ def llm(folder):
 
 @settings(max_examples=examples(24))
 @given(st.lists(st.fixed_dictionaries({
-    "max_new_tokens": st.integers(1, 8), "seed": st.integers(0, 99),
-    "do_sample": st.just(True), "temperature": st.just(3.0),
-    "stop_strings": st.sampled_from([None, ["a", "é"], ["¥"]]),
+    "max_new_tokens": st.integers(1, 8), "seed": st.integers(0, 99), "do_sample": st.just(True),
+    "temperature": st.just(3.0), "stop_strings": st.sampled_from([None, ["a", "é"], ["¥"]]),
     "eos_token_id": st.sampled_from([None, -1, [*range(20, 60)]]),
     "skip_special_tokens": st.booleans()}), min_size=7, max_size=7),
     st.sampled_from([None, 3]))

@@ -18,11 +18,9 @@ CACHES = {
     "full": {},
     "h2o": {"h2o": H2OConfig(heavy_ratio=0.15)},
     "of the text, 4 bits": {"h2o": H2OConfig(heavy_ratio=0.15, budget_of="text"), "cache_bits": 4},
-    "rolling, some evict": {"h2o": H2OConfig(heavy_tokens=8, recent_tokens=7,
-                                             positions="rolling")},
+    "rolling, some evict": {"h2o": H2OConfig(heavy_tokens=8, recent_tokens=7, positions="rolling")},
     "prompts only": {"h2o": H2OConfig(heavy_ratio=0.15, evict_generated=False)},
-    "recall": {"h2o": H2OConfig(heavy_ratio=0.15, recall=True)},
-}
+    "recall": {"h2o": H2OConfig(heavy_ratio=0.15, recall=True)}}
 PROMPTS = make_prompts(96, [13, 4, 1, 9, 6, 16, 2, 8])
 PARAMS = [SamplingParams(max_new_tokens=new, eos_token_id=-1, do_sample=key % 3 == 0, seed=key,
                          presence_penalty=key % 2, logprobs=2 if key == 5 else None)
@@ -33,8 +31,7 @@ ENDLESS = 1e9
 EVENTS = st.lists(st.one_of(
     st.tuples(st.just("add"), st.integers(0, len(PROMPTS) - 1), st.integers(0, 2)),
     st.tuples(st.just("abort"), st.integers(0, 20), st.just(0)),
-    st.tuples(st.just("step"), st.just(0), st.just(0)),
-), max_size=25)
+    st.tuples(st.just("step"), st.just(0), st.just(0))), max_size=25)
 
 
 def alone(folder: str, **options) -> list:

@@ -23,8 +23,7 @@ CACHES = {
     "8 bits": {"cache_bits": 8},
     "8 bits, h2o": {"cache_bits": 8, "h2o": H2OConfig(heavy_ratio=0.15)},
     "8 and 4 bits": {"key_bits": 8, "value_bits": 4},
-    "sparse": {"attn_sparsity": 0.5},
-}
+    "sparse": {"attn_sparsity": 0.5}}
 
 
 def pairs_of(vocab: int) -> list[tuple[list[int], list[int]]]:

@@ -121,8 +121,7 @@ def test_the_same_tokens_with_everything_on_disk(expected, tmp_path, bits):
     ("It was interest", "ing", " interesting"),  # one token with the end of the context
     (" \n", "Hello there", " \nHello there"),  # after BOS
     ("", "Hello there", "Hello there"),
-    ("Hello", " ", " "),
-])
+    ("Hello", " ", " ")])
 def test_a_text_is_scored_by_the_tokens_that_spell_it(llm, context, continuation, scored):
     tokens = llm.tokenizer(context + continuation)["input_ids"]
     (actual,) = llm.score([(context, continuation)])

@@ -94,9 +94,8 @@ def test_any_turns_and_budget_equal_the_simulation(tiny_model, data):
         assert answers(llm, turns, new) == expected
 
 
-@pytest.mark.parametrize("case", [
-    (None, 4), (replace(SMALL, positions="rolling"), 16),
-    *full((None, 16), (SMALL, (8, 4)), (SMALL, 4))], ids=str)
+@pytest.mark.parametrize("case", [(None, 4), (replace(SMALL, positions="rolling"), 16),
+                                  *full((None, 16), (SMALL, (8, 4)), (SMALL, 4))], ids=str)
 def test_the_same_answers_on_every_tier(tiny_model, device, monkeypatch, case):
     """On disk, a full cache grows between write-backs of the log."""
     monkeypatch.setattr(tiers, "CACHE_GROWTH", 5)
@@ -230,8 +229,7 @@ def test_an_error_ends_the_stream_and_not_the_llm(tiny_model):
      "cache of 200 tokens and a chunk of 256"),
     ("llama", SMALL, {"max_tokens": 0}, "at least 1"),
     ("llama", SMALL, {"past_context": 1}, "true or false"),
-    ("llama", None, {"max_tokens": 2**40}, "does not fit"),
-])
+    ("llama", None, {"max_tokens": 2**40}, "does not fit")])
 def test_unsupported_streams(tiny_model, key, h2o, options, words):
     with open_llm(tiny_model(key), h2o) as llm:
         refused(lambda: llm.stream(**options), match=words)

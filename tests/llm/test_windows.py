@@ -47,8 +47,7 @@ def test_the_cache_has_the_slots_of_the_window(tiny):
 
 @pytest.mark.parametrize("h2o", [
     None, SMALL, replace(SMALL, positions="rolling"),
-    replace(SMALL, recent_tokens=2, prompt_chunk=3),
-    H2OConfig(heavy_ratio=0.1, budget_of="text"),
+    replace(SMALL, recent_tokens=2, prompt_chunk=3), H2OConfig(heavy_ratio=0.1, budget_of="text"),
     *full(H2OConfig(heavy_ratio=0.2), replace(SMALL, evict_generated=False))], ids=str)
 def test_layers_of_several_forms_equal_the_simulation(tiny_model, mixed, h2o):
     tiny = tiny_model("llama")

@@ -84,8 +84,7 @@ RUN = [
     ("layer 1 batch 0", COMPUTE, 10.0, 13.0, 0),
     ("layer 2 batch 0", COMPUTE, 13.5, 18.0, 0),
     ("wait", WAITING, 14.0, 17.0, 0),
-    ("cpu->gpu", "cpu->gpu", 12.0, 22.0, 20 * GB),
-]
+    ("cpu->gpu", "cpu->gpu", 12.0, 22.0, 20 * GB)]
 
 
 def test_the_table_says_what_each_phase_is_bound_by():

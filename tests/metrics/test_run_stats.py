@@ -190,8 +190,7 @@ def csv_of(tmp_path, **flags) -> dict[str, str]:
     ({"hh_ratio": 0.2, "score": "decay", "cache_bits": 8, "sink_tokens": 2},
      {"score": "decay", "score_decay": "0.98", "cache_bits": "8", "compress_cache": "false",
       "sink_tokens": "2"}),
-    ({"hh_long_seq": True}, {"eviction": "full", "sink_tokens": "0", "attn_sparsity": "1"}),
-])
+    ({"hh_long_seq": True}, {"eviction": "full", "sink_tokens": "0", "attn_sparsity": "1"})])
 def test_csv_says_how_weights_and_cache_are_kept(tmp_path, flags, cells):
     row = csv_of(tmp_path, **flags)
     assert {name: row[name] for name in cells} == cells
@@ -217,8 +216,7 @@ def test_csv_header_is_written_once(tmp_path):
     ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n\n"
      "processor\t: 1\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n",
      "aarch64, CPU implementer 0x41, CPU part 0xd40"),
-    ("", "aarch64"),
-])
+    ("", "aarch64")])
 def test_processors_are_told_apart(tmp_path, monkeypatch, info, expected):
     """Rates that were measured on one are not taken for another's."""
     monkeypatch.setattr(provenance.platform, "processor", lambda: "")

@@ -235,8 +235,7 @@ def test_lines_of_json_are_one_text(words_model, tmp_path, text, cache, key):
     ({"weight_bits": 12}, "calibration has no effect on weights of 12 bits: use weight_bits 4"),
     ({"weight_bits": "auto"}, "calibration has no effect on weights of 16 bits"),
     ({"path": "_DUMMY_"}, "calibration has no effect on random weights: leave it out"),
-    ({"calibration": "missing.txt"}, "cannot read calibration missing.txt: No such file"),
-])
+    ({"calibration": "missing.txt"}, "cannot read calibration missing.txt: No such file")])
 def test_options_that_are_refused(words_model, tmp_path, text, options, message):
     model = "facebook/opt-125m" if "path" in options else words_model
     refused(lambda: LLM(model, **{"weight_bits": 4, "calibration": str(text), **options}),
@@ -244,12 +243,10 @@ def test_options_that_are_refused(words_model, tmp_path, text, options, message)
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("text.txt", " \n", "is empty: give a text"),
-    ("text.jsonl", "", "is empty: give texts"),
+    ("text.txt", " \n", "is empty: give a text"), ("text.jsonl", "", "is empty: give texts"),
     ("text.jsonl", '{"body": "w1"}', "line 1 has no text under any of the keys text, article, pro"),
     ("text.jsonl", '{"text": " "}', "line 1 has no text"),
-    ("text.txt", "w1 " * 127, "has 127 tokens: give a text of at least 128, better of 8192"),
-])
+    ("text.txt", "w1 " * 127, "has 127 tokens: give a text of at least 128, better of 8192")])
 def test_invalid_calibration_texts(words_model, tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     refused(lambda: load(words_model, tmp_path / name), match=message)

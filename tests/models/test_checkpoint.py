@@ -28,8 +28,7 @@ def tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     floats = {
         f"w_{str(dtype).removeprefix('torch.')}": torch.randn(7, 5, generator=generator).to(dtype)
-        for dtype in FLOATS
-    }
+        for dtype in FLOATS}
     return floats | {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4),
                      "ids": torch.arange(3)}
 
@@ -77,10 +76,8 @@ def test_safetensors_reads_and_converts(tmp_path, monkeypatch, out_dtype, chunk_
 def test_tensor_data_at_odd_offsets(tmp_path, out_dtype):
     weight = torch.randn(33, 3).bfloat16()
     data = b"x" + weight.view(torch.uint8).numpy().tobytes()
-    header = {
-        "pad": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
-        "w": {"dtype": "BF16", "shape": [33, 3], "data_offsets": [1, len(data)]},
-    }
+    header = {"pad": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+              "w": {"dtype": "BF16", "shape": [33, 3], "data_offsets": [1, len(data)]}}
     text = json.dumps(header)
     text = (text + " " * (len(text) % 2)).encode()
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -92,12 +89,8 @@ def test_tensor_data_at_odd_offsets(tmp_path, out_dtype):
 def test_read_checks_its_output_tensor(tmp_path):
     save_file(tensors(), tmp_path / "model.safetensors")
     with SafetensorsCheckpoint(tmp_path) as checkpoint:
-        for out in (
-            torch.empty(5, 7),
-            torch.empty(5, 7).t(),
-            torch.empty(7, 5, dtype=torch.int32),
-            torch.empty(7, 5, device="meta"),
-        ):
+        for out in (torch.empty(5, 7), torch.empty(5, 7).t(), torch.empty(7, 5, dtype=torch.int32),
+                    torch.empty(7, 5, device="meta")):
             with pytest.raises(ValueError, match="w_float32"):
                 checkpoint.read("w_float32", out)
         with pytest.raises(KeyError):
@@ -168,12 +161,9 @@ def test_written_file_is_read_by_safetensors_and_aligned(tmp_path):
     written = {name: tensor for name, tensor in tensors().items() if name != "ids"}
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()}
     calls = []
-    write_safetensors(
-        tmp_path / "model.safetensors",
-        layout,
-        lambda name: written[name].reshape(-1).split(4),
-        progress=lambda done, total: calls.append((done, total)),
-    )
+    write_safetensors(tmp_path / "model.safetensors", layout,
+                      lambda name: written[name].reshape(-1).split(4), progress=lambda done,
+                      total: calls.append((done, total)))
     loaded = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in written.items())
     with SafetensorsCheckpoint(tmp_path) as checkpoint:
@@ -260,13 +250,11 @@ def test_dummy_does_not_depend_on_order_threads_or_blocks(monkeypatch):
     shapes = {"a.weight": (301, 257), "b.weight": (70_001,), "b.bias": (5,), "none": (0, 3)}
     shapes |= {f"layer.{i}.weight": (64, 67) for i in range(6)}
     first = {
-        name: read(DummyCheckpoint(shapes, torch.float32, 7), name) for name in reversed(shapes)
-    }
+        name: read(DummyCheckpoint(shapes, torch.float32, 7), name) for name in reversed(shapes)}
     checkpoint, threaded = DummyCheckpoint(shapes, torch.float32, 7), {}
     threads = [
         threading.Thread(target=lambda n=name: threaded.update({n: read(checkpoint, n)}))
-        for name in shapes
-    ]
+        for name in shapes]
     for thread in threads:
         thread.start()
     for thread in threads:

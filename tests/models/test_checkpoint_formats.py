@@ -74,8 +74,7 @@ FORMATS: dict[str, tuple[Callable[[Tensor], packings.Parts], dict]] = {
                ct("float-quantized", type="float", num_bits=8, strategy="channel")),
     "ct_fp8_block": (partial(packings.fp8, suffix="weight_scale"),
                      ct("float-quantized", type="float", num_bits=8, strategy="block",
-                        block_structure=[24, 40])),
-}
+                        block_structure=[24, 40]))}
 # bits of our layout that hold the codes of a format
 KEPT = {"awq": (4, 8), "awq_whole": (4, 8), "gptq": (4, 8), "gptq_v2_8bit": (8,),
         "gptq_2bit": (4, 8), "ct_group": (4, 8), "ct_asymmetric": (4, 8), "ct_channel": (4, 8),

@@ -37,9 +37,8 @@ def test_other_methods_are_refused_by_name():
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"load_in_4bit": True}, ["quantized by 'bitsandbytes'"]),
-    ({"bits": 4}, ["quantized by None"]), ("gptq", ["quantized by"]),
-    (GPTQ | {"bits": 3}, ["bits = 3 (supported: 2, 4, 8)"]),
+    ({"load_in_4bit": True}, ["quantized by 'bitsandbytes'"]), ({"bits": 4}, ["quantized by None"]),
+    ("gptq", ["quantized by"]), (GPTQ | {"bits": 3}, ["bits = 3 (supported: 2, 4, 8)"]),
     (GPTQ | {"bits": True}, ["bits = True"]),
     (GPTQ | {"checkpoint_format": "marlin"}, ["checkpoint_format = 'marlin'", "gptq_v2"]),
     (GPTQ | {"is_marlin_format": True}, ["is_marlin_format = True"]),
@@ -59,8 +58,7 @@ def test_other_methods_are_refused_by_name():
     (ct("pack-quantized", **GROUP | {"strategy": "token"}), ["strategy = 'token'"]),
     (ct("float-quantized", **GROUP | {"type": "float"}), ["num_bits = 4 (supported: 8)"]),
     (PACK() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, ["sparse-24-bitmask"]),
-    (PACK() | {"transform_config": {"config_groups": {"u": {}}}}, ["transform_config"]),
-])
+    (PACK() | {"transform_config": {"config_groups": {"u": {}}}}, ["transform_config"])])
 def test_settings_that_are_not_read(settings, words):
     settings_refused(settings, *words)
 

@@ -62,8 +62,7 @@ def run(source: Path, tmp_path: Path, bits=AUTO, policy: Policy | None = None, *
     """Tokens, log-likelihoods, and the weights' options and bytes of a run in float32."""
     with LLM(str(source), dtype="float32", weight_bits=bits, policy=policy or Policy(),
              offload_dir=str(tmp_path / "offload"), progress=False, **options) as llm:
-        tokens = token_ids(llm.generate(PROMPTS, max_new_tokens=4,
-                                                        eos_token_id=-1))
+        tokens = token_ids(llm.generate(PROMPTS, max_new_tokens=4, eos_token_id=-1))
         scores = torch.cat([torch.tensor(values) for values in llm.loglikelihood(PAIRS)])
         return tokens, scores, llm.weight_options, llm.stats
 
@@ -114,8 +113,7 @@ LATENT_SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_
     *full_cases(("gemma3", {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}),
                 ("deepseek2 lite", LATENT_SIZES),
                 ("llama4", {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256,
-                            "intermediate_size_mlp": 256})),
-])
+                            "intermediate_size_mlp": 256}))])
 def test_fused_and_stacked_tensors(name, sizes, tmp_path):
     """Rows of one tensor are several matrices; routers have the run's dtype, always."""
     random = {"attn": "Q4_K", "ffn": "Q6_K", "token_embd": "Q8_0"}

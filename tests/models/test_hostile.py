@@ -141,8 +141,7 @@ HEADERS = {
     "depth": (header(b"[" * 10**6), "is not JSON"),
     "depth of an entry": (header(b'{"a":' * 10**5 + b"1" + b"}" * 10**5), "is not JSON"),
     "digits": (header(b'{"a": ' + b"9" * 10**6 + b"}"), "is not JSON"),
-    "lists": (header(b'{"a": [' + b"[]," * (10**5) + b"[]]}"), "does not describe tensor a"),
-}
+    "lists": (header(b'{"a": [' + b"[]," * (10**5) + b"[]]}"), "does not describe tensor a")}
 
 
 @pytest.mark.parametrize("name", HEADERS)
@@ -270,8 +269,7 @@ def test_invalid_json_files(model, harmless, capfd, name, raw):
                                               "behavior": "Isolated", "invert": False}),
     lambda file: file.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
     lambda file: file.update(added_tokens=[{"id": 10**12, "content": "x"}]),
-    lambda file: file.update(decoder={"type": "Sequence", "decoders": [{}] * 10**5}),
-], ids=range(7))
+    lambda file: file.update(decoder={"type": "Sequence", "decoders": [{}] * 10**5})], ids=range(7))
 def test_tokenizers(model, harmless, change):
     file = json.loads((model / "tokenizer.json").read_text())
     change(file)
@@ -293,8 +291,7 @@ BOMBS = {
     "objects": "model: !!python/object/apply:os.system ['touch ran']\n",
     "digits": "gen_len: " + "9" * 10**5,
     "sixties": "gen_len: " + ":".join(["59"] * 10**4),
-    "no date": "model: 2020-99-99\n",
-}
+    "no date": "model: 2020-99-99\n"}
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -364,8 +361,7 @@ GGUFS = {
     "known type": (gguf(tensors=1, body=tensor(kind=16)), "GGUF type IQ2_XXS"),
     "unknown type": (gguf(tensors=1, body=tensor(kind=99)), "GGUF type number 99"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-    "one of several": (gguf(values=1, body=number(b"split.count", 2)), "one of 2 files"),
-}
+    "one of several": (gguf(values=1, body=number(b"split.count", 2)), "one of 2 files")}
 
 
 @pytest.mark.parametrize("name", GGUFS)

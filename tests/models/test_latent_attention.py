@@ -81,7 +81,6 @@ def test_kimi_k2_is_a_deepseek_v3():
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
-    ("deepseek_v3", {"qk_rope_head_dim": 63}, "rotary"),
-])
+    ("deepseek_v3", {"qk_rope_head_dim": 63}, "rotary")])
 def test_configs_that_are_refused(model_type, values, words):
     refused(lambda: from_transformers({"model_type": model_type, **values}, "x"), match=words)

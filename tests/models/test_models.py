@@ -56,9 +56,7 @@ def test_scratch_memory_equals_the_plan(tiny_model, key, rows):
 @pytest.mark.parametrize("name, other", [
     ("model.decoder.layers.0.fc1.weight", "decoder.layers.0.fc1.weight"),
     ("model.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
-    ("gpt_neox.embed_in.weight", "embed_in.weight"),
-    ("embed_out.weight", "lm_head.weight"),
-])
+    ("gpt_neox.embed_in.weight", "embed_in.weight"), ("embed_out.weight", "lm_head.weight")])
 def test_aliases_begin_with_the_canonical_name(name, other):
     modules = [m for m in map(_module, ("opt", "llama", "gpt_neox")) if len(m.aliases(name)) > 1]
     assert any(m.aliases(name)[0] == name and other in m.aliases(name) for m in modules)

@@ -114,8 +114,7 @@ LLAMA3_OLD = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fre
 
 @pytest.mark.parametrize("old, new", [
     (LLAMA | {"rope_theta": 5e5, "rope_scaling": None, "torch_dtype": "float16"},
-     LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-              "dtype": "float16"}),
+     LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "dtype": "float16"}),
     (LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
      LLAMA | {"rope_parameters": LINEAR_ROPE}),
     (LLAMA | {"rope_theta": 500.0, "rope_scaling": LLAMA3_OLD},
@@ -125,8 +124,7 @@ LLAMA3_OLD = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fre
                                  "partial_rotary_factor": 0.5}}),
     (NEOX | {"rotary_emb_base": 77, "rope_scaling": {"type": "linear", "factor": 2.0}},
      NEOX | {"rope_parameters": {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0,
-                                 "partial_rotary_factor": 0.25}}),
-])
+                                 "partial_rotary_factor": 0.25}})])
 def test_config_keys_of_transformers_4(old, new):
     from transformers import AutoConfig
 
@@ -263,8 +261,7 @@ def test_forms_of_attention_go_with_their_layers():
     (GEMMA4 | {"per_layer_config": {"5": {"sliding_window": 8}}}, ["per_layer_config"]),
     (GEMMA4 | {"num_global_key_value_heads": 3, "attention_k_eq_v": True}, ["3 key/value heads"]),
     ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, ["layer_types must say"]),
-    ({"model_type": "qwen2", "rope_scaling": {"type": "mrope"}}, ["'mrope'"]),
-])
+    ({"model_type": "qwen2", "rope_scaling": {"type": "mrope"}}, ["'mrope'"])])
 def test_unsupported_configs_are_errors(options, words):
     with pytest.raises(UserError) as refusal:
         from_transformers(LLAMA | options, "some/model")

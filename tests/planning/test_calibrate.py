@@ -302,9 +302,8 @@ def test_several_disks_count_as_one(calls, monkeypatch, tiny_hardware):
 def test_changed_environment_is_calibrated_again(tmp_path, calls, monkeypatch):
     this_machine(tmp_path)
     for count, (target, name, value) in enumerate((
-            (module.platform, "node", lambda: "other/host"),
-            (module.torch, "__version__", "9.9"), (module, "VERSION", "9.9"),
-            (module.cpu_library, "build", lambda: "other sources"),
+            (module.platform, "node", lambda: "other/host"), (module.torch, "__version__", "9.9"),
+            (module, "VERSION", "9.9"), (module.cpu_library, "build", lambda: "other sources"),
             (module.torch, "get_num_threads", lambda: 99),
             (module.cpu_library, "missing", lambda: "not built")), 2):
         with monkeypatch.context() as changed:

@@ -108,8 +108,7 @@ def test_few_chunks_are_read_while_attention_goes_on(batches, read_ahead):
     compute = replace(FREE, head_seconds=LAYER / (4 * 12 * batches))
     run = planned(weights=ON_DISK, batch=(4, batches), gpu=False)
     step = estimate(machine(compute, gpu=False), run).step.seconds
-    assert step == pytest.approx(
-        12 * LAYER * (2 - read_ahead) + HEAD + 4 * batches * ROW, rel=1e-3)
+    assert step == pytest.approx(12 * LAYER * (2 - read_ahead) + HEAD + 4 * batches * ROW, rel=1e-3)
 
 
 # Compute
@@ -135,8 +134,7 @@ def test_compute_bound():
 
 @pytest.mark.parametrize(("batch", "prompt", "gpu", "chunks"), [
     (4, 512, False, 1), (5, 512, False, 2), (3, 1500, False, 3), (8, 512, True, 1),
-    (33, 512, True, 2), (2, 5000, False, 2),
-])
+    (33, 512, True, 2), (2, 5000, False, 2)])
 def test_a_prefill_goes_through_a_layer_in_chunks(batch, prompt, gpu, chunks):
     """Of 2048 rows on a CPU, of 16384 on a GPU, cut between sequences."""
     compute = replace(FREE, layer_seconds=1.0)
@@ -176,8 +174,7 @@ def test_kept_prompt_tokens_are_written_to_the_cache(h2o, kept):
     (H2OConfig(heavy_ratio=0.25), 33),  # 16 heavy, 16 recent, and the new one beside them
     (H2OConfig(heavy_ratio=0.25, evict_generated=False), sum(range(33, 41)) / 8),
     (H2OConfig(heavy_tokens=34, recent_tokens=34), (65 + 66 + 67 + 68 + 4 * 69) / 8),
-    (H2OConfig(heavy_ratio=[0.25] * 6 + [1] * 6), (33 + 68.5) / 2),
-])
+    (H2OConfig(heavy_ratio=[0.25] * 6 + [1] * 6), (33 + 68.5) / 2)])
 def test_attention_of_decoding_reads_what_is_cached(h2o, attended):
     compute = replace(FREE, decode_attention={16: 1000.0, 8: 1.0, 4: 1.0}, head_seconds=0.125)
     _, step = seconds(machine(compute), planned(batch=(4, 2), h2o=h2o))
@@ -388,8 +385,7 @@ def folder(tmp_path_factory):
         ((ALL_HERE, ON_HOST, ON_DISK), {"lengths": (64, 2)}),
         ((ALL_HERE, (25, 25), ALL_HERE), {"h2o": HEAVY}),
         ((ALL_HERE, ON_HOST, ALL_HERE), {"bits": (16, 4)}),
-        ((ALL_HERE, (25, 25), ALL_HERE), {"prefill_chunk": 16}))),
-])
+        ((ALL_HERE, (25, 25), ALL_HERE), {"prefill_chunk": 16})))])
 def test_the_engine_moves_the_bytes_that_the_model_counts(folder, tmp_path, monkeypatch, kind,
                                                           placed, options):
     open_devices(monkeypatch, kind)

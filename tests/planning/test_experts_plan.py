@@ -84,8 +84,7 @@ def test_layers_without_experts_are_planned_by_their_own_sizes():
 
 def test_experts_computed_on_the_host_are_not_transferred():
     machines = {True: GPU, False: CPU}
-    options = {"weights": (100, 0), "experts": Placement(0, 100, 0), "model": QWEN,
-               "batch": (1, 1)}
+    options = {"weights": (100, 0), "experts": Placement(0, 100, 0), "model": QWEN, "batch": (1, 1)}
     away, there = (planned(gpu=True, **options, cpu_expert_compute=host) for host in (False, True))
     assert away.expert_slots > 0 == there.expert_slots
     row = rows(there)["expert slots"]
@@ -215,8 +214,7 @@ def test_uniform_counts_place_as_no_counts(hardware):
         run.policy, expert_choices=choices)), limits) for choices in (None, alike))
     assert counted.seconds == pytest.approx(plain.seconds, rel=1e-4)
     assert counted.best().policy == replace(plain.best().policy, expert_choices=alike)
-    steps = unit_costs(hardware, replace(run, policy=replace(run.policy,
-                                                                 expert_choices=alike)))[1]
+    steps = unit_costs(hardware, replace(run, policy=replace(run.policy, expert_choices=alike)))[1]
     on_disk = [step.seconds[RESOURCES.index("disk->cpu"), TERMS.index(("weights", "disk"))]
                for step in steps]
     assert max(on_disk) > 0

@@ -135,9 +135,7 @@ def cpu() -> dict:
             "prefill_attention_tflop_per_s": {"plain": 0.2, "scored": 0.15},
             "decode_attention_gb_per_s": {16: 40, 8: 30, 4: 20},
             "head_microseconds": 0.9, "elementwise_seconds_per_billion": 5,
-            "layer_microseconds": 150, "logit_seconds_per_billion": 1,
-        },
-    }
+            "layer_microseconds": 150, "logit_seconds_per_billion": 1}}
 
 
 TABLE = ("compute", "linear_seconds_per_billion_weights")
@@ -165,8 +163,7 @@ MISTAKES = {
     "rows descend": ((*TABLE, 16), {64: 0.3, 1: 0.1}, "16 must list"),
     "no rows": ((*TABLE, 16), {}, "16 must list"),
     "two forms": (("compute", "linear_roofline"), ROOFLINE, "give either"),
-    "no form": (TABLE, DROP, "give either"),
-}
+    "no form": (TABLE, DROP, "give either")}
 
 
 @pytest.mark.parametrize(("where", "value", "words"), MISTAKES.values(), ids=MISTAKES)

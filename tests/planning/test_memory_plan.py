@@ -214,8 +214,7 @@ def test_weights_take_the_bytes_of_their_layouts(key, options):
         plan = memory_plan(cfg, make_policy(*ALL_GPU), LOAD, itemsize=itemsize, has_gpu=True,
                            weights=options)
         table = rows(plan)
-        assert table["weights"][0] + table["embeddings"][0] == bytes_at_rest(
-            cfg, options, itemsize)
+        assert table["weights"][0] + table["embeddings"][0] == bytes_at_rest(cfg, options, itemsize)
         assert table["weight buffers"] == (0, 0, 0)
 
 
@@ -257,9 +256,8 @@ def test_a_buffer_has_room_for_a_quantized_head(bits):
     assert rows(plan)["weight buffers"] == (0, 2 * head, 0)
 
 
-@pytest.mark.parametrize(("cfg", "group", "filled"), [
-    (OPT_30B, 64, 28672), (LLAMA_8B, 64, 14336), (published("opt-125m"), 1000, 4000),
-])
+@pytest.mark.parametrize(("cfg", "group", "filled"), [(OPT_30B, 64, 28672), (LLAMA_8B, 64, 14336),
+                                                      (published("opt-125m"), 1000, 4000)])
 def test_workspace_of_products_with_quantized_weights(monkeypatch, cfg, group, filled):
     """256 rows of the widest input, with their sums by group; by thread 128 outputs' sums of 1024
     rows and their weights in pairs, of 2048 inputs or of whole groups and tiles. On a GPU what is
@@ -295,12 +293,9 @@ def cache_plan(*percent, chunk=None, on_cpu=False, has_gpu=False, selective_fetc
     ({"heavy_ratio": 0.1}, [102] * 32),
     ({"heavy_ratio": 0.1, "recent_ratio": 0.3}, [51 + 153] * 32),
     ({"heavy_ratio": 0.1, "evict_generated": False}, [102 + 31] * 32),
-    ({"heavy_ratio": [0.1] * 31 + [1]}, [102] * 31 + [543]),
-    ({"recent_ratio": 0.25}, [128] * 32),
+    ({"heavy_ratio": [0.1] * 31 + [1]}, [102] * 31 + [543]), ({"recent_ratio": 0.25}, [128] * 32),
     ({"heavy_tokens": 300, "recent_tokens": 240}, [540] * 32),
-    ({"heavy_tokens": 300, "recent_tokens": 600}, [543] * 32),
-    ({"heavy_ratio": 1}, [543] * 32),
-])
+    ({"heavy_tokens": 300, "recent_tokens": 600}, [543] * 32), ({"heavy_ratio": 1}, [543] * 32)])
 def test_an_evicting_cache_has_the_slots_of_its_budget(h2o, layer_slots):
     table = rows(cache_plan(*ALL_GPU, has_gpu=True, h2o=h2o))
     assert table["cache"] == (8 * sum(layer_slots) * 4096, 0, 0)
@@ -385,9 +380,8 @@ def test_a_simulation_is_exact_and_where_it_computes():
 # Prompts in chunks
 
 
-@pytest.mark.parametrize("cache", [
-    {"h2o": {"heavy_ratio": 0.1}}, {"h2o": {"recent_ratio": 0.1}}, {"bits": 4},
-])
+@pytest.mark.parametrize("cache", [{"h2o": {"heavy_ratio": 0.1}}, {"h2o": {"recent_ratio": 0.1}},
+                                   {"bits": 4}])
 def test_prompts_in_chunks_are_held_until_they_are_cut(cache):
     scores = 8 * 512 * 8 * 32 * 4 if "heavy_ratio" in cache.get("h2o", {}) else 0
     table = rows(cache_plan(100, 0, 25, 25, chunk=64, has_gpu=True, **cache))
@@ -458,8 +452,7 @@ sizes_of_h2o = st.one_of(
               sink_tokens=st.integers(0, 9), evict_generated=st.booleans()),
     st.builds(H2OConfig, heavy_tokens=st.integers(0, 3000), recent_tokens=st.integers(1, 3000),
               positions=st.sampled_from(["original", "rolling"])),
-    st.builds(H2OConfig, recent_ratio=st.lists(st.floats(0.01, 1), min_size=32, max_size=32)),
-)
+    st.builds(H2OConfig, recent_ratio=st.lists(st.floats(0.01, 1), min_size=32, max_size=32)))
 
 
 @settings(max_examples=examples(100))
@@ -490,8 +483,7 @@ sizes = st.integers(0, 90).map(lambda gigabytes: gigabytes * 10**9)
 caches = st.sampled_from([
     CacheOptions(), CacheOptions(bits=4), CacheOptions(H2OConfig(heavy_ratio=0.2)),
     CacheOptions(H2OConfig(heavy_ratio=0.2, simulate=True)), CacheOptions(attn_sparsity=0.3),
-    CacheOptions(H2OConfig(heavy_ratio=0.1, recall=True)),
-])
+    CacheOptions(H2OConfig(heavy_ratio=0.1, recall=True))])
 
 
 @settings(max_examples=examples(60))

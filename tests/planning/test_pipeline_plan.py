@@ -28,8 +28,7 @@ TIED, LARGE = published("opt-125m"), published("opt-30b")
 
 
 def run_of(model, **options) -> PlannedRun:
-    return planning_cases.planned(batch=(4, 6), lengths=(64, 16), gpu=False, model=model,
-                                  **options)
+    return planning_cases.planned(batch=(4, 6), lengths=(64, 16), gpu=False, model=model, **options)
 
 
 def test_layer_times_sum_to_the_whole_model():

@@ -50,8 +50,7 @@ def attention(path: Path) -> tuple[HostAttentionRates, dict[tuple[RecalledTokens
     few, many = sorted({slots for slots, _ in times})
     token = 2 * DIM * 2
     fast = HEADS * (many - few) * token / (times[many, "full cache"] - times[few, "full cache"])
-    rates = HostAttentionRates(
-        {16: fast}, times[few, "full cache"] / HEADS - few * token / fast)
+    rates = HostAttentionRates({16: fast}, times[few, "full cache"] / HEADS - few * token / fast)
     seconds_by_case = {}
     for (slots, contestant), seconds in times.items():
         if contestant != "full cache":

@@ -92,8 +92,7 @@ def test_streams_end_before_a_stop_string(served, texts):
     ("completions", {"prompt": "w3", "response_format": {"type": "json_schema", "json_schema": {
         "schema": {"type": "nothing"}}}}, "response_format"),
     ("chat/completions", {"messages": []}, "messages"),
-    ("chat/completions", {"messages": [{"role": "user", "content": "w3"}], "tools": [1]}, "tools"),
-])
+    ("chat/completions", {"messages": [{"role": "user", "content": "w3"}], "tools": [1]}, "tools")])
 def test_bad_requests_name_their_parameter(served, url, body, param):
     answer = served.http.post(f"/v1/{url}", json=body)
     error = answer.json()["error"]
@@ -153,8 +152,7 @@ def test_the_end_of_the_server_ends_requests(words_model, tmp_path):
 
         def read() -> None:
             try:
-                for _ in served.openai.completions.create(**slow(served) | {"n": 128},
-                                                          stream=True):
+                for _ in served.openai.completions.create(**slow(served) | {"n": 128}, stream=True):
                     begun.set()
             except openai.APIError as error:
                 errors.append(str(error))

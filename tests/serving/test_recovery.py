@@ -292,10 +292,9 @@ def test_a_full_database_changes_nothing(tmp_path):
     file = store.add_upload(path, "name")
     pages, = store._database.execute("PRAGMA page_count").fetchone()
     store._database.execute(f"PRAGMA max_page_count = {pages}")
-    batch = Batch(id=new_id("batch_"), endpoint="/v1/completions", model="m",
-                  input_file_id=file.id, completion_window="24h", output_file_id="o",
-                  error_file_id="e", created_at=1, expires_at=2, request_counts=Counts(),
-                  metadata={"a": "x" * 100_000})
+    batch = Batch(id=new_id("batch_"), endpoint="/v1/completions", model="m", input_file_id=file.id,
+                  completion_window="24h", output_file_id="o", error_file_id="e", created_at=1,
+                  expires_at=2, request_counts=Counts(), metadata={"a": "x" * 100_000})
     with pytest.raises(StoreError, match="full"):
         store.add_batch(batch)
     assert store.page(Batch) == ([], False) and store.get(File, file.id) == file
