@@ -7,8 +7,11 @@ the flag, the file and the line.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import math
+import mmap
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -27,6 +30,7 @@ _POINTER, _MAX_POINTER = b"version https://git-lfs.github.com/spec/", 1024
 _MAX_BITS = 4096  # of an integer in a YAML file
 _MAX_VALUES = 1 << 17  # of a YAML file, with aliases expanded
 _MERGE = "tag:yaml.org,2002:merge"
+_MADV_POPULATE_READ = 22  # madvise(2), Linux 5.14; not in the mmap module
 
 
 def pread_all(descriptor: int, nbytes: int, offset: int) -> bytes:
@@ -39,6 +43,20 @@ def pread_all(descriptor: int, nbytes: int, offset: int) -> bytes:
                                                    offset + len(data))):
         data += more
     return data
+
+
+def populate_mapped(path: Path, address: int, nbytes: int) -> None:
+    """Read mapped bytes of a file into memory before they are used.
+
+    Raises `UserError` if they cannot be read, where their use would end the process (SIGBUS).
+    """
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)  # mmap.madvise takes no mapping of others
+    failed = libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(address + nbytes - first),
+                          _MADV_POPULATE_READ)
+    if failed and ctypes.get_errno() != errno.EINVAL:  # an older Linux
+        raise UserError(f"cannot read {path}: it has been cut, or its disk fails: "
+                        "get the file again")
 
 
 def path_exists(path: Path) -> bool:

@@ -12,7 +12,12 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import torch
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import check_checkpoint_file, check_text_file, read_checkpoint_json
+from flexgen_h2o.files.readers import (
+    check_checkpoint_file,
+    check_text_file,
+    populate_mapped,
+    read_checkpoint_json,
+)
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
 from flexgen_h2o.models.formats import FORMATS
 from flexgen_h2o.models.formats.base import DequantizingCheckpoint
@@ -110,11 +115,23 @@ class BinCheckpoint(Checkpoint):
         return {key: TensorInfo(t.dtype, tuple(t.shape), None) for key, t in tensors.items()}
 
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
-        out.copy_(self._tensor(name))  # of any strides
+        out.copy_(self._populated(name, self._tensor(name)))  # of any strides
 
     def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
-        flat = self._tensor(name).reshape(-1)
-        out.view(-1).copy_(flat[start : start + out.numel()])
+        tensor, end = self._tensor(name), start + out.numel()
+        if tensor.is_contiguous():
+            part = self._populated(name, tensor.view(-1)[start:end])
+        else:
+            part = self._populated(name, tensor).reshape(-1)[start:end]
+        out.view(-1).copy_(part)
+
+    def _populated(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a mapped tensor, or a part of one, with its pages in memory."""
+        if tensor.numel():
+            span = 1 + sum(stride * (size - 1)
+                           for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            populate_mapped(self._file[name], tensor.data_ptr(), span * tensor.itemsize)
+        return tensor
 
     def _tensor(self, name: str) -> torch.Tensor:
         """Return a mapped tensor."""

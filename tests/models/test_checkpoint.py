@@ -1,6 +1,7 @@
 """Checkpoints: what is read is what was written, and what is wrong is refused in one line."""
 
 import json
+import os
 import pickle
 import threading
 from pathlib import Path
@@ -183,6 +184,17 @@ def test_bin(tmp_path):
         for name in set(checkpoint.names()) - {"ids"}:
             assert checkpoint.info(name).extent is None
             assert torch.equal(read(checkpoint, name, torch.bfloat16), weights[name].bfloat16())
+
+
+def test_cut_bin_is_an_error_and_not_a_signal(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"w": torch.randn(200, 50), "strided": torch.randn(200, 50).t()}, path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        os.truncate(path, 4096)
+        for name in checkpoint.names():
+            refused(lambda name=name: read(checkpoint, name), path.name, "cut")
+            refused(lambda name=name: checkpoint.read_part(name, 5000, torch.empty(100)),
+                    path.name, "cut")
 
 
 class Hostile:

@@ -106,6 +106,7 @@ def mapped(header: GgufHeader, *, fuse: bool = True) -> Tensors:
     for key, name in arch.layer_values.items():
         numbers = meta.layer_numbers(key)
         memory = MappedFile(-1, 4 * len(numbers))
+        memory.path = header.source
         memory.write(struct.pack(f"<{len(numbers)}f", *numbers))
         tensors.update({f"{arch.layers}.{layer}.{name}": GgufTensor(memory, _F32, (1,), 4 * layer)
                         for layer in range(len(numbers))})

@@ -5,7 +5,6 @@ Sources: conversion/ of llama.cpp, and integrations/mxfp4.py of transformers.
 
 from __future__ import annotations
 
-import errno
 import math
 import mmap
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ import torch
 
 from flexgen_h2o.config.weight_layout import GGMLType, MatrixLayout
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import populate_mapped
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference.blocks import dequantize, interleave_nibbles
 from flexgen_h2o.models.gguf.architectures import HEAD_MAPS, Architecture
@@ -25,7 +25,6 @@ from flexgen_h2o.models.gguf.header import Metadata
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32
 _MXFP4_BLOCK = 32
 _MAX_ELEMENTS = 1 << 28  # of an expert, which is converted at once; the largest have 8 million
-_MADV_POPULATE_READ = 22  # madvise(2), Linux 5.14; not in the mmap module
 
 
 class MappedFile(mmap.mmap):
@@ -33,25 +32,10 @@ class MappedFile(mmap.mmap):
 
     path: Path
 
-    def populate(self, offset: int, nbytes: int) -> None:
-        """Read bytes into memory before they are used.
-
-        Raises `UserError` if they cannot be read, where their use would end the process (SIGBUS).
-        """
-        try:
-            self._advise(_MADV_POPULATE_READ, offset, nbytes)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # an older Linux
-                raise UserError(f"cannot read {self.path}: it has been cut, or its disk fails: "
-                                "get the file again") from error
-
     def release(self, offset: int, nbytes: int) -> None:
         """Unmap the pages of bytes, which otherwise count as memory of this process."""
-        self._advise(mmap.MADV_DONTNEED, offset, nbytes)
-
-    def _advise(self, advice: int, offset: int, nbytes: int) -> None:
         first = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self.madvise(advice, first, offset + nbytes - first)
+        self.madvise(mmap.MADV_DONTNEED, first, offset + nbytes - first)
 
 
 @dataclass(frozen=True)
@@ -144,8 +128,9 @@ class GgufTensor:
         """Return rows in the file's order, uint8 [rows, bytes]."""
         first, stop, _ = rows.indices(math.prod(self.shape[:-1]))
         offset, nbytes = self.offset + first * self._row_bytes, (stop - first) * self._row_bytes
-        self.file.populate(offset, nbytes)
-        return np.frombuffer(self.file, np.uint8, nbytes, offset).reshape(-1, self._row_bytes)
+        mapped = np.frombuffer(self.file, np.uint8, nbytes, offset)
+        populate_mapped(self.file.path, mapped.ctypes.data, nbytes)
+        return mapped.reshape(-1, self._row_bytes)
 
 
 @dataclass(frozen=True)
