@@ -1,23 +1,16 @@
 """benchmarks/compare.py: order of runs, rows, resumption, and its baselines."""
 
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from helpers import planning_cases
 from helpers.programs import ROOT, benchmark_modules
-from helpers.subprocesses import environment
 from safetensors.torch import load_file
 
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.gguf.checkpoint import read_gguf
 from flexgen_h2o.models.gguf.config import config_of as gguf_config
 from flexgen_h2o.models.registry import from_transformers, published, read_config
-from flexgen_h2o.planning import calibrate
 
 MODULES = ("compare", "comparison", "processes", "rooflines", "baselines", "baselines.huggingface",
            "baselines.llama_cpp", "baselines.ours", "baselines.serving_engines", "make_checkpoint")
@@ -54,10 +47,10 @@ def test_shipped_configs_use_each_of_their_systems(bench, path):
 
 
 class FakeRunner:
-    """Answers jobs as systems would, which run out of memory above the batch size `largest`."""
+    """Answers jobs as systems would."""
 
-    def __init__(self, **largest: int):
-        self.largest, self.jobs = largest, []
+    def __init__(self):
+        self.jobs = []
 
     def __call__(self, job: dict, memory: int | None) -> dict:
         if job["kind"] != "run":
@@ -65,8 +58,6 @@ class FakeRunner:
         batch, options = job["settings"]["batch"], job["settings"]["options"]
         name = "h2o" if options.get("cache_share") else "plain"
         self.jobs.append((name, batch, job["generate"], memory))
-        if batch > self.largest.get(name, 99):
-            return {"status": "out of memory", "reason": "killed", "page_cache": "as it was"}
         times = sum(job[:2] == (name, batch) for job in self.jobs)
         return {"status": "ok", "page_cache": "as it was", "settings": "so", "versions": "v 1",
                 "load": 1.0, "prefill": float(times), "steps": [0.5] * (job["generate"] - 1),
@@ -74,14 +65,13 @@ class FakeRunner:
                 "read": None}
 
 
-def run_cells(bench, tiny_model, tmp_path, spec: dict, **largest) -> tuple[list, FakeRunner]:
+def run_cells(bench, tiny_model, tmp_path, spec: dict) -> tuple[list, FakeRunner]:
     """Rows of a scenario, and the runner with the jobs for them."""
     if not (tmp_path / "opt").exists():
         (tmp_path / "opt").symlink_to(tiny_model("opt").folder)
-    repeats = spec.pop("repeats", 3)
-    config = config_of(bench, tmp_path, {"systems": SYSTEMS, "threads": 1, "repeats": repeats,
+    config = config_of(bench, tmp_path, {"systems": SYSTEMS, "threads": 1, "repeats": 3,
                                          "scenarios": {"s": scenario(**spec)}})
-    table, runner = bench.comparison.Table(str(tmp_path / "out.csv")), FakeRunner(**largest)
+    table, runner = bench.comparison.Table(str(tmp_path / "out.csv")), FakeRunner()
     bench.compare.Cells(config, table, runner).run()
     table.finish()
     return table.rows(), runner
@@ -89,7 +79,7 @@ def run_cells(bench, tiny_model, tmp_path, spec: dict, **largest) -> tuple[list,
 
 def test_systems_alternate_and_rows_hold_medians(bench, tiny_model, tmp_path):
     spec = {"batch": 2, "best": False, "cut_gen_len": {"h2o": 3}, "memory": "1MB"}
-    rows, runner = run_cells(bench, tiny_model, tmp_path, dict(spec))
+    rows, runner = run_cells(bench, tiny_model, tmp_path, spec)
     assert runner.jobs == [("plain", 2, 5, 10**6), ("h2o", 2, 3, 10**6)] * 3
     plain, h2o = rows
     assert (plain["status"], plain["repeats"], plain["prefill_s"]) == ("ok", "3", "2")
@@ -97,47 +87,8 @@ def test_systems_alternate_and_rows_hold_medians(bench, tiny_model, tmp_path):
     assert float(plain["tokens_per_s"]) == 2 * 5 / 4
     assert (plain["projected"], h2o["projected"]) == ("False", "True")
     assert (plain["equal_tokens"], h2o["equal_tokens"]) == ("1", "0")
-    again, idle = run_cells(bench, tiny_model, tmp_path, dict(spec))
+    again, idle = run_cells(bench, tiny_model, tmp_path, spec)
     assert idle.jobs == [] and again == rows
-
-
-def test_batch_search_stops_when_out_of_memory(bench, tiny_model, tmp_path):
-    rows, _ = run_cells(bench, tiny_model, tmp_path, {"max_batch": 8, "repeats": 1}, plain=2)
-    assert [(row["at"], row["system"], row["batch"], row["status"]) for row in rows] == [
-        ("search", "plain", "1", "ok"), ("search", "plain", "2", "ok"),
-        ("search", "plain", "4", "out of memory"),
-        *(("search", "h2o", str(batch), "ok") for batch in (1, 2, 4, 8)),
-        ("best", "plain", "2", "ok"), ("best", "h2o", "8", "ok")]
-
-
-def test_a_missing_environment_is_a_row_with_the_reason(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench.processes, "drop_page_cache", lambda: False)
-    job = {"kind": "run", "baseline": "openvino_genai", "environment": ".venv-none", "settings": {
-        "dtype": "float32", "batch": 1, "prompt_len": 1, "gen_len": 2, "mean_prompt_len": 1}}
-    run = partial(bench.processes.run_job, threads=1, timeout=60, memory=None, scratch=tmp_path)
-    answer = run(job)
-    assert answer["status"] == "refused" and "not installed" in answer["reason"]
-    python = tmp_path / "own" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\nkill -ILL $$\n")
-    python.chmod(0o755)
-    answer = run(job | {"environment": str(python.parents[1])})
-    assert answer["status"] == "failed" and "SIGILL" in answer["reason"]
-
-
-@pytest.mark.full
-def test_a_memory_group_limits_a_child(bench):
-    """Skipped where cgroups may not be made."""
-    try:
-        with bench.processes.MemoryGroup(256 << 20) as group:
-            done = subprocess.run(
-                [sys.executable, "-c", "from flexgen_h2o.storage.free_memory import cgroup_free;"
-                 "print(cgroup_free())"], preexec_fn=group.enter, capture_output=True, text=True,
-                cwd=ROOT, check=True, env=environment())
-            assert 0 < group.peak() <= 256 << 20 and group.kills() == 0
-    except UserError as error:
-        pytest.skip(str(error))
-    assert 0 < int(done.stdout) < 256 << 20
 
 
 @pytest.mark.full
@@ -166,45 +117,6 @@ def settings_of(bench, **others):
     return bench.baselines.BaselineSettings(**{
         "dtype": "float32", "batch": 2, "prompt_len": 2, "gen_len": 3, "scratch": "scratch",
         "mean_prompt_len": 1.5, **others})
-
-
-def test_batched_prompts_equal_single_prompts(tiny_model, bench):
-    model, prompts = tiny_model("opt").model, [[7, 8, 9], [10, 11, 12, 13, 14], [15]]
-    batch = bench.huggingface.timed_generate(model, prompts, 4)
-    assert list(batch.tokens) == [
-        bench.huggingface.timed_generate(model, [prompt], 4).tokens[0] for prompt in prompts]
-
-
-def test_engine_baseline_plans_its_policy(tiny_model, bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrate, "load_or_calibrate", lambda *_, **__: planning_cases.CPU)
-    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
-    options = bench.ours.Ours.check("o", {"cache_share": 0.5, "cache_bits": 4, "weight_bits": 4})
-    baseline = bench.ours.Ours(settings_of(bench, batch=3, prompt_len=8, scratch=str(tmp_path),
-                                           mean_prompt_len=8.0, options=options))
-    folder = tiny_model("opt").folder
-    baseline.ready(folder)
-    try:
-        assert baseline.prepare(folder).startswith("--percent ")
-        run = baseline.generate([[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]], 2)
-    finally:
-        baseline.close()
-    assert [len(tokens) for tokens in run.tokens] == [2] * 3, "cut: the settings have 3"
-
-
-def test_a_stepped_engine_is_timed_by_its_sequences(bench, monkeypatch):
-    """The second prompt is computed while the first sequence is decoded."""
-    clock = iter((0.0, 1.0, 3.0, 4.0, 6.0))
-    monkeypatch.setattr(bench.serving_engines.time, "perf_counter", lambda: next(clock))
-    steps = iter(([(0, [7])], [(0, [8]), (1, [7])], [(0, [9]), (1, [8])], [(1, [9])]))
-
-    class Fake(bench.serving_engines.ServingEngine):
-        refusal = version = prepare = add = lambda self, *_: None
-
-        def step(self):
-            return next(steps)
-
-    run = Fake(settings_of(bench)).generate([[5], [5, 5]], 3)
-    assert (run.prefill, run.steps, run.tokens) == (3, (1.5, 1.5), ((7, 8, 9), (7, 8, 9)))
 
 
 @pytest.mark.parametrize("name", ["facebook/opt-1.3b", "meta-llama/Llama-3.2-1B",

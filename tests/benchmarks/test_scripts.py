@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from helpers.batch_jobs import write_lines
 from helpers.programs import BENCHMARKS, ROOT, benchmark_modules, program
 from helpers.read_back import read_csv
@@ -110,16 +109,6 @@ def test_plots_of_the_kept_results(tmp_path, monkeypatch):
         modules.plots.main(["quality", "--csv", "quality.csv", "quality_options.csv", "--out",
                             str(tmp_path / "figure.svg")])
     assert (tmp_path / "figure.svg").read_bytes().startswith(b"<?xml")
-
-
-def test_gpu_kernels_are_checked_before_they_are_timed(monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
-    with benchmark_modules("gpu_check") as modules:
-        bench = modules.gpu_check
-        kinds = [step.kind for step in bench.steps(bench.GpuRows(), True)]
-        cases = (bench.DECODES, bench.PREFILLS, bench.SELECTIONS, bench.MATRICES, bench.RECALLS)
-    assert kinds == sorted(kinds) and kinds.count("check") == sum(map(len, cases)) + 3
 
 
 @pytest.mark.full
