@@ -72,9 +72,9 @@ def write_model(folder: Path, **sizes: int) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The folder of a model of a megabyte that takes 512 tokens, with a tokenizer."""
+    """The folder of a model of a megabyte that takes 4096 tokens, with a tokenizer."""
     folder = tmp_path_factory.mktemp("long")
-    write_model(folder / "bare", max_position_embeddings=512, num_hidden_layers=2, vocab_size=1000)
+    write_model(folder / "bare", max_position_embeddings=4096, num_hidden_layers=2, vocab_size=1000)
     return with_words(folder / "bare", folder / "tiny")
 
 
@@ -297,25 +297,24 @@ def test_pinned_memory_is_released(model, tmp_path, monkeypatch):
 
 
 def in_child_prompt(folder: str, model: str, chunk: int | None) -> dict:
-    """Return the memory that a prompt of 4,000 tokens takes for a moment, and its cache's bytes."""
-    write_model(Path(folder) / "long", max_position_embeddings=8192)
-    with LLM(f"{folder}/long", policy=Policy(gpu_batch_size=1, prefill_chunk=chunk),
+    """Return the memory that a prompt of 3,000 tokens takes for a moment, and its cache's bytes."""
+    with LLM(model, policy=Policy(gpu_batch_size=1, prefill_chunk=chunk),
              h2o=H2OConfig(heavy_ratio=0.1), device="cpu", dtype="bfloat16", progress=False) as llm:
         llm.generate([[5] * 40], max_new_tokens=3)
         before = status("VmRSS")
         forget_peak()
-        llm.generate([[(7 * i) % 3999 for i in range(4000)]], max_new_tokens=3, eos_token_id=-1)
+        llm.generate([[(7 * i) % 999 for i in range(3000)]], max_new_tokens=3, eos_token_id=-1)
         return {"above": status("VmHWM") - before, "cache": llm.stats.kv_cache_bytes}
 
 
 @pytest.mark.parametrize("chunk", [None, *selection.full(500)])
 def test_a_long_prompt_takes_linear_memory(run_child, chunk):
-    """4,000 tokens, whose caches are far less than one matrix of scores."""
+    """3,000 tokens, whose caches are far less than one matrix of scores."""
     child = run_child("prompt", chunk)
     assert child["status"] == 0, child
-    whole = 4000 * 3 * 2 * 2 * 32 * 2  # layers, keys and values, KV heads, head_dim, bfloat16
+    whole = 3000 * 2 * 2 * 2 * 32 * 2  # layers, keys and values, KV heads, head_dim, bfloat16
     assert child["result"]["cache"] == whole // 5
-    scores = 4 * 4000 * 4000 * 4  # of the four heads of one layer, in float32
+    scores = 4 * 3000 * 3000 * 4  # of the four heads of one layer, in float32
     # The keys and values twice and activations as large as they; a tenth of the matrix for threads'
     # buffers and the allocator.
     assert child["result"]["above"] < 3 * whole + scores // 10, child

@@ -37,8 +37,6 @@ class EchoLLM:
     def encode(self, prompt, **_) -> list[int]:
         return list(prompt)
 
-    def clamped(self, tokens: int, most: int) -> int:
-        return most
 
     def generate_in_blocks(self, prompts, params):
         for key in range(0, len(prompts), 2):

@@ -71,14 +71,13 @@ class Job:
         self.expected: Any = None
 
     def prepare(self) -> None:
-        """Run the job once, which imports what it needs, and keep its results."""
+        """Run the job once, which imports most of what it needs, and keep its results."""
         shutil.copytree(self._source, self.model)
         self.folder.mkdir()
         os.environ["FLEXGEN_H2O_CACHE"] = str(self.folder / "cache")
         self.begin()
         assert (refusal := self.work()) is None, refusal
         self.expected = self.results()
-        self.again()
 
     def begin(self) -> None:
         """Put files into the folder."""
