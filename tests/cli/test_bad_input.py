@@ -10,11 +10,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,7 +21,6 @@ import torch
 from helpers.error_cases import command_refused
 from helpers.internals import before_logits
 from helpers.read_back import read_csv, read_jsonl
-from helpers.subprocesses import environment
 from helpers.tiny_tokenizers import with_words
 from safetensors.torch import load_file, save_file
 
@@ -334,26 +331,6 @@ def test_disk_that_cannot_be_read(model, workdir, capfd, monkeypatch, after):
 
 
 # A process of its own
-
-
-@pytest.mark.full
-def test_repeated_signals_leave_no_files(model, workdir):
-    sent = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-    work = subprocess.Popen(
-        [sys.executable, "-m", "flexgen_h2o.flex_opt", *SHORT, *RESULTS, *DISK, "--model", "model",
-         "--gen-len", "240", "--offload-dir", "offload"], stderr=subprocess.PIPE, text=True,
-        env=environment())
-    while work.poll() is None and not list(workdir.glob("offload/*")):
-        time.sleep(0.001)
-    while work.poll() is None:
-        for number in sent:
-            work.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            work.wait(0.005)
-    # Signals of one moment reach several threads, so that any may be the first that Python sees.
-    assert work.returncode in {128 + number for number in sent}
-    assert work.stderr.read() == "interrupted\n"
-    assert list((workdir / "offload").iterdir()) == [] and not (workdir / "o.jsonl").exists()
 
 
 # And what works

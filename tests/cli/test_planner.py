@@ -356,14 +356,11 @@ def test_flags_are_read_back_as_the_same_policy(percent, batch, bits, switches, 
 def test_plan_text_shows_bound_and_alternatives():
     choices = find(GPU, model=published("opt-30b"), prompt_len=512, gen_len=32, gpu_batch_size=16)
     lines = plan_text(GPU, choices, limits_of(GPU)).splitlines()
-    assert "opt-30b on a GPU, 512 + 32 tokens" in lines[0]
     assert lines[1].endswith(policy_flags(choices[0].run))
     assert f"{choices[0].tokens_per_second:.4g} tokens/s" in lines[2]
     for line, phase in zip(lines[3:5], ("prefill", "step"), strict=True):
         cost = getattr(choices[0].estimate, phase)
         assert f"{cost.seconds:.4g} s a block, bound by {cost.binding} (" in line
-    for tier in ("device memory", "host memory", "disk space"):
-        assert re.search(rf"{tier} [\d.]+ of [\d.]+ GB", lines[5])
     assert len(lines) == 9 and all(re.match(r"or +[\d.]+ tokens/s", line) for line in lines[6:])
     short = plan_text(CPU, find(CPU, gen_len=1, gpu_batch_size=4), limits_of(CPU))
     assert "decode" not in short and "device" not in short
@@ -704,16 +701,3 @@ def test_a_plan_has_the_layer_for_multi_token_prediction(tmp_path):
     assert rows[0]["draft model"] - layer == pytest.approx(2 * 2 * 151552 * 4096, rel=1e-4)
     refused(lambda: plan_of(tmp_path, CPU, model="moonshotai/Kimi-K2-Instruct", speculate="mtp"),
             "no layers for multi-token prediction")
-
-
-@pytest.mark.parametrize("percent", ["auto", "0 100 100 0", "100 0 100 0"])
-def test_a_plan_with_speculation_says_when_drafts_pay(tmp_path, capsys, percent):
-    save_hardware(CPU, tmp_path / "cpu.yaml")
-    generate.main(["--model", "facebook/opt-30b", "--path", "_DUMMY_", "--plan-only", "--percent",
-                   *percent.split(), "--hardware", str(tmp_path / "cpu.yaml"), "--speculate",
-                   "ngram", "--weight-bits", "4", "--prompt-len", "64"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "--gpu-batch-size 1" in text and "--speculate ngram" in text
-    share = float(re.search(r"speculation a decode step with 8 drafts takes .* s: it pays if more "
-                            r"than ([\d.e+-]+) % of", text)[1])
-    assert 0 <= share < 100

@@ -16,7 +16,6 @@ from helpers.tiny_tokenizers import with_words
 from flexgen_h2o import LLM
 from flexgen_h2o.commands import stream
 from flexgen_h2o.commands.stream import Printer
-from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Turn
 from flexgen_h2o.streaming_session import StreamingSession
@@ -71,18 +70,6 @@ def talk(model, questions, tmp_path):
                             str(tmp_path / "offload"), *map(str, flags)])
 
     return run
-
-
-def test_flags_of_the_h2o_repository_have_both_spellings():
-    dashes = ["--model-name", "m", "--input-path", "a", "--enable-h2o-generation",
-              "--num-window-length", "512", "--num-heavy-hitter-tokens", "200",
-              "--enable-position-rolling", "--sample-num", "3"]
-    underscores = [word.replace("-", "_").replace("__", "--") if word.startswith("--") else word
-                   for word in dashes]
-    options = stream.parse_args(dashes)
-    assert options == stream.parse_args(underscores)
-    assert (options.run.model, options.sample_num, options.run.gen_len) == ("m", 3, 256)
-    assert options.run.h2o() == H2OConfig(heavy_tokens=200, recent_tokens=312, positions="rolling")
 
 
 @pytest.mark.parametrize(("flags", "words"), [

@@ -180,35 +180,6 @@ def test_sequences_equal_the_definition(sizes, options, prompts, new, levels, se
     check_definition(h2o, prompts, new, layers=LAYERS, levels=levels, seed=seed)
 
 
-def test_select_by_example():
-    scores = torch.tensor([[9.0, 1, 5, 5, 5, 2, 0, 0]])
-    select = Eviction().select
-    assert select(scores, Cut(8, 2, 2)).tolist() == [[0, 4, 6, 7]]  # 4: the newest of the fives
-    assert select(scores, Cut(8, 0, 1)).tolist() == [[7]]
-    assert Eviction(sinks=1).select(scores, Cut(8, 2, 2)).tolist() == [[0, 3, 4, 6, 7]]
-    mean = Eviction(mean=True)
-    assert mean.select(scores, Cut(8, 1, 2)).tolist() == [[4, 6, 7]]  # 5/4 over 9/8
-    for eviction, cut in ((Eviction(), Cut(8, 4, 4)), (Eviction(sinks=9), Cut(8, 1, 1))):
-        assert eviction.select(scores, cut).tolist() == [list(range(8))]
-    signs = torch.tensor([[0.0, -0.0, 0.0, -0.0, -1.0, 0.0]])  # the zeros are equal
-    assert select(signs, Cut(6, 2, 1)).tolist() == [[2, 3, 5]]
-
-
-def test_victims_by_example():
-    scores = torch.tensor([[[3.0, 2, 2, 4, 0]], [[0.0, 2, 1, 0, 0]]])
-    positions = torch.tensor([[[0, 7, 3, 5, 8]], [[0, 1, 2, EMPTY, EMPTY]]], dtype=torch.int32)
-
-    def victims(**options):
-        return Eviction(**options).victims(scores, positions, tokens=torch.tensor([10, 4]),
-                                           recent=torch.tensor([2, 1])).flatten().tolist()
-
-    # Of the twos the older; the free slots of the second sequence hold the lowest score, but none.
-    assert victims() == [2, 0]
-    assert victims(sinks=1) == [2, 2]
-    assert victims(mean=True) == [2, 0]
-    assert victims(mean=True, sinks=4)[0] == 1  # 2/3 under 4/5
-
-
 def test_victims_where_nothing_can_be_evicted():
     positions = torch.tensor([[[0, 1, EMPTY]]], dtype=torch.int32)
     for mean in (False, True):
@@ -236,13 +207,6 @@ def test_gpu_selects_the_same_tokens(mean):
 
 
 # Budgets
-
-
-def test_full_cache_counts():
-    for h2o in (None, H2OConfig(), H2OConfig(heavy_ratio=1.0, sink_tokens=3)):
-        assert budget(h2o, 0, 7) is None
-        assert (num_cached(h2o, 0, 7, 0), num_cached(h2o, 0, 7, 5),
-                num_slots(h2o, 0, 7, 5)) == (7, 12, 12)
 
 
 def test_simulation_needs_the_full_cache():

@@ -3,10 +3,7 @@
 import pytest
 import torch
 from helpers.error_cases import refused
-from helpers.generation import (
-    open_llm,
-    prompts_of,
-)
+from helpers.generation import open_llm, prompts_of
 
 from flexgen_h2o import H2OConfig
 from flexgen_h2o.config.cache_layout import IndexLayout

@@ -4,12 +4,7 @@ import struct
 
 import pytest
 import torch
-from helpers.kernel_cases import (
-    BUILT,
-    SETS,
-    poisoned_memory,
-    using,
-)
+from helpers.kernel_cases import BUILT, SETS, poisoned_memory, using
 from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -7,15 +7,7 @@ import pytest
 import torch
 from helpers.fakes import LazyDevice, PoisonedDevice
 from helpers.internals import open_devices
-from helpers.planning_cases import (
-    ALL_HERE,
-    FREE,
-    ON_DISK,
-    ON_HOST,
-    OPT,
-    machine,
-    planned,
-)
+from helpers.planning_cases import ALL_HERE, FREE, ON_DISK, ON_HOST, OPT, machine, planned
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -37,17 +37,6 @@ def test_first_items_are_on_the_fastest_tier(sizes, placement):
             assert tier not in tiers
 
 
-def test_equal_layers_offload_equal_bytes():
-    shapes = [4, 4, 4, 4, 16, 16]
-    names = [(f"{layer}.{i}", size) for layer in range(24) for i, size in enumerate(shapes)]
-    tiers = assign(names, Placement(50, 20, 30))
-    for tier, share in zip(TIERS, (0.5, 0.2, 0.3), strict=True):
-        per_layer = [sum(size for i, size in enumerate(shapes) if tiers[f"{layer}.{i}"] == tier)
-                     for layer in range(24)]
-        assert abs(sum(per_layer) - share * 24 * 48) <= 16
-        assert max(abs(n - share * 48) for n in per_layer) <= 32
-
-
 @given(st.integers(1, 10**12), st.integers(1, 10**12), placements(), st.booleans())
 def test_reserved_bytes_keep_the_shares(nbytes, others, placement, has_gpu):
     total, tiers = nbytes + others, compute_tiers(has_gpu)
