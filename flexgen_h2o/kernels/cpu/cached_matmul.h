@@ -12,12 +12,16 @@ namespace ISA {
 template <class F>
 INLINE void for_query_blocks(int64_t group, F f) {
     int64_t g = 0;
+#if FEW_VARIANTS
+    for (; g < group; g++) f(Constant<1>{}, g);
+#else
     for (; g + 4 <= group; g += 4) f(Constant<4>{}, g);
     switch (group - g) {
         case 3: return f(Constant<3>{}, g);
         case 2: return f(Constant<2>{}, g);
         case 1: return f(Constant<1>{}, g);
     }
+#endif
 }
 
 // Return the factor of attention logits.
@@ -309,9 +313,13 @@ NOINLINE void matmul_values(QuantizedTile<bits> tile, Queries weights, int64_t c
 
 // Declare (`extern`) or instantiate the matmuls of rows that were converted to floats.
 // recall_attention.cpp uses the instances of decode.cpp.
+#if FEW_VARIANTS
+#define FLOAT_MATMULS(declare) FLOAT_MATMULS_OF(declare, 1)
+#else
 #define FLOAT_MATMULS(declare)   \
     FLOAT_MATMULS_OF(declare, 1) \
     FLOAT_MATMULS_OF(declare, 2) FLOAT_MATMULS_OF(declare, 3) FLOAT_MATMULS_OF(declare, 4)
+#endif
 #define FLOAT_MATMULS_OF(declare, G)                                          \
     declare template void matmul_keys<G>(PlainTile<float>, Queries, int64_t); \
     declare template void matmul_values<G>(PlainTile<float>, Queries, int64_t, float*, int64_t);

@@ -160,8 +160,9 @@ void multiply_chunk(const MatrixBlocks& m, int64_t tile, int64_t, const Quantize
     const CacheLevel to = cache_of_weights(p.rows <= REGISTER_ROWS);
     for_register_rows(p.rows, [&](auto count, int64_t row) {
         constexpr int R = decltype(count)::value;
-        const auto multiply = m.words == UNITS * Format::unit_words ? multiply_rows<Format, R, UNITS>
-                                                                    : multiply_rows<Format, R, 0>;
+        const auto multiply = FEW_VARIANTS || m.words != UNITS * Format::unit_words
+                                  ? multiply_rows<Format, R, 0>
+                                  : multiply_rows<Format, R, FEW_VARIANTS ? 0 : UNITS>;
         multiply(m, tile, p, row, to, totals + row * MATRIX_TILE);
     });
 }

@@ -9,7 +9,7 @@ namespace ISA {
 #if defined(__AVX512F__)
 constexpr int REGISTER_ROWS = 8;  // rows of x in the register block
 #else
-constexpr int REGISTER_ROWS = 4;
+constexpr int REGISTER_ROWS = FEW_VARIANTS ? 1 : 4;
 #endif
 constexpr int64_t CHUNK_OUTPUTS = MATMUL_OUTPUTS;  // two tiles, which are computed together
 constexpr int64_t MIN_PARALLEL_PACKING = 1 << 16;  // elements that pay for waking other threads
@@ -45,6 +45,7 @@ template <class F>
 INLINE void for_register_rows(int64_t rows, const F& add) {
     int64_t row = 0;
     for (; row + REGISTER_ROWS <= rows; row += REGISTER_ROWS) add(Constant<REGISTER_ROWS>{}, row);
+#if !FEW_VARIANTS
     switch (rows - row) {
 #if defined(__AVX512F__)
         case 7: return add(Constant<7>{}, row);
@@ -56,6 +57,7 @@ INLINE void for_register_rows(int64_t rows, const F& add) {
         case 2: return add(Constant<2>{}, row);
         case 1: return add(Constant<1>{}, row);
     }
+#endif
 }
 
 // Interleave R vectors into WIDTH times R words: the first word of each vector, then the second of

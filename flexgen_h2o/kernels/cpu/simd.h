@@ -37,6 +37,14 @@ constexpr int WIDTH = 8;
 constexpr int WIDTH = 4;
 #endif
 
+// CPUs from before 2013 run the portable kernels of x86. Register blocks of one row, in a single variant,
+// halve the time to compile them.
+#if defined(__x86_64__) && !defined(__AVX2__)
+#define FEW_VARIANTS 1
+#else
+#define FEW_VARIANTS 0
+#endif
+
 constexpr float MASKED = -std::numeric_limits<float>::infinity();  // logit of a masked key
 
 #define ALWAYS_INLINE __attribute__((always_inline))  // for lambdas, after the parameter list
