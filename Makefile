@@ -24,6 +24,10 @@ INSTALL_HERE := FLEXGEN_H2O_BUILD=none $(INSTALL) -e
 TORCH_STAMP := $(VENV)/.have-$(subst =,-,$(TORCH))
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
+# The first import compiles a module. Keep the bytecode, also in containers that set this variable:
+# otherwise each process of the tests compiles all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Object files of the kernels, for whatever installs or packages them.
 export FLEXGEN_H2O_OBJECTS := $(abspath $(VENV))/objects
 
