@@ -86,7 +86,8 @@ def _qwen3_moe(cfg: ModelConfig) -> dict:
     }
 
 
-_CONFIGS = {"opt": _opt, "llama": _llama, "qwen": _qwen2, "qwen3_moe": _qwen3_moe}
+_CONFIGS = {"opt.Opt": _opt, "llama.Llama": _llama, "qwen.Qwen": _qwen2,
+            "qwen.Qwen3Moe": _qwen3_moe}
 
 
 def shape_of(model: str, layers: int | None = None) -> ModelConfig:

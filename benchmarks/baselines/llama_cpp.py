@@ -254,8 +254,6 @@ class IkLlama(LlamaCpp):
 
 
 _BLOCK = 32
-_NAMES: Mapping[str, str] = {"llama": "llama", "qwen3_moe": "qwen3moe"}
-"""Model family to `general.architecture`."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +299,7 @@ def gguf_config(folder: Path) -> ModelConfig:
     """Return the config of a LLaMA or Qwen3-MoE without biases. Raises `UserError` for others."""
     values = read_config(folder)
     config = from_transformers(values, folder.name)
-    known = (values["model_type"] in _NAMES and config.activation == "silu"
+    known = (values["model_type"] in ("llama", "qwen3_moe") and config.activation == "silu"
              and config.rope.rope_type in ("default", "llama3")
              and not (config.attention_bias or config.mlp_bias or config.attention))
     if not known:
@@ -315,6 +313,11 @@ def gguf_config(folder: Path) -> ModelConfig:
     return config
 
 
+def _architecture(config: ModelConfig) -> str:
+    """Return the `general.architecture` of a config."""
+    return "llama" if config.experts is None else "qwen3moe"
+
+
 def _write(folder: Path, config: ModelConfig, target: Path, weights: str) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quant_shape_to_byte_shape, quantize
@@ -324,10 +327,10 @@ def _write(folder: Path, config: ModelConfig, target: Path, weights: str) -> Non
     from flexgen_h2o.models.checkpoint_files import open_checkpoint
 
     plain = GGMLQuantizationType.F32
-    known = ARCHITECTURES[_NAMES[config.family]]
+    known = ARCHITECTURES[_architecture(config)]
     specs = config.weights.by_name()
     tensors = _tensors(config, GGMLQuantizationType[weights], plain)
-    writer = GGUFWriter(_file(target), _NAMES[config.family])
+    writer = GGUFWriter(_file(target), _architecture(config))
     _add_metadata(writer, config)
     factors = rope_factors(config)
     if factors is not None:
@@ -421,7 +424,7 @@ def _read(checkpoint: Checkpoint, name: str, shape: Sequence[int]) -> np.ndarray
 
 def _gguf_name(name: str, config: ModelConfig) -> str:
     """Return llama.cpp's name of a checkpoint tensor; experts of a layer share one."""
-    known = ARCHITECTURES[_NAMES[config.family]]
+    known = ARCHITECTURES[_architecture(config)]
     outer = {hub: our_name for our_name, hub in known.outer.items()}
     inner = {hub: our_name for our_name, hub in known.layer.items()}
     if name.startswith(f"{known.layers}."):

@@ -45,7 +45,7 @@ class Fields:
     defaults : mapping
         transformers' defaults for missing keys, where they differ from `LLAMA`.
     family : str
-        A module of `families`.
+        Module and class in `families`.
     """
 
     def __init__(self, name: str, values: Mapping[str, Any], defaults: Mapping[str, Any],

@@ -39,7 +39,7 @@ class ModelConfig:
     name : str
         The user's name of the model, for error messages.
     family : str
-        A module of `families`.
+        Module and class in `families`.
     ffn_size : int
         Width of the MLP.
     max_positions : int
@@ -191,7 +191,7 @@ class ModelConfig:
             if self.num_heads % count:
                 raise UserError(f"{self.name}: {self.num_heads} attention heads cannot share "
                                 f"{count} key/value heads evenly; the config is wrong")
-        supported = ("xielu",) if self.family == "apertus" else ACTIVATIONS
+        supported = ("xielu",) if self.family == "apertus.Apertus" else ACTIVATIONS
         if self.activation not in supported:
             raise UserError(f"{self.name}: activation function {self.activation!r} is not "
                             f"supported (supported: {', '.join(supported)})")
@@ -448,15 +448,6 @@ def family(config: ModelConfig) -> Any:
 
 @cache
 def family_named(name: str) -> Any:
-    """Return the `decoder.Decoder` of a module of `families`.
-
-    Raises
-    ------
-    ValueError
-        If there is no such family; `registry.from_transformers` never makes such a config.
-    """
-    try:
-        module = importlib.import_module(f"flexgen_h2o.models.families.{name}")
-    except ModuleNotFoundError as error:
-        raise ValueError(f"there is no model family {name!r}") from error
-    return module.FAMILY
+    """Return the `decoder.Decoder` of a module and class of `families`."""
+    module, _, decoder = name.partition(".")
+    return getattr(importlib.import_module(f"flexgen_h2o.models.families.{module}"), decoder)()

@@ -29,21 +29,25 @@ _LOCK = threading.RLock()
 _TRIES = 8
 
 FAMILIES: Mapping[str, str] = MappingProxyType({
-    "opt": "opt", "llama": "llama", "mistral": "llama", "gpt_neox": "gpt_neox",
-    "mixtral": "mixtral", "gpt_oss": "gpt_oss", "olmoe": "olmoe", "qwen2_moe": "qwen2_moe",
-    "qwen3_moe": "qwen3_moe", "glm4_moe": "glm4_moe", "solar_open": "glm4_moe", "dots1": "dots1",
-    "minimax_m2": "minimax_m2", "ernie4_5_moe": "ernie4_5_moe", "phimoe": "phimoe",
-    "llama4_text": "llama4", "exaone_moe": "exaone_moe", "afmoe": "afmoe", "flex_olmo": "flex_olmo",
-    "granitemoe": "granitemoe", "granitemoeshared": "granitemoe", "qwen3_next": "qwen3_next",
-    "qwen3_5_text": "qwen3_next", "qwen3_5_moe_text": "qwen3_next", "qwen2": "qwen",
-    "qwen3": "qwen", "seed_oss": "qwen", "phi3": "phi3", "gemma2": "gemma", "gemma3_text": "gemma",
-    "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4", "granite": "granite",
-    "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4", "smollm3": "smollm3", "glm": "glm",
-    "glm4": "glm", "cohere": "cohere", "cohere2": "cohere", "apertus": "apertus",
-    "ernie4_5": "ernie4_5", "stablelm": "stablelm", "deepseek_v2": "deepseek",
-    "deepseek_v3": "deepseek", "kimi_k2": "deepseek", "glm4_moe_lite": "deepseek",
+    "opt": "opt.Opt", "llama": "llama.Llama", "mistral": "llama.Llama",
+    "gpt_neox": "gpt_neox.GptNeoX", "mixtral": "mixtral.Mixtral", "gpt_oss": "gpt_oss.GptOss",
+    "olmoe": "olmo.Olmoe", "qwen2_moe": "qwen.Qwen2Moe", "qwen3_moe": "qwen.Qwen3Moe",
+    "glm4_moe": "glm.Glm4Moe", "solar_open": "glm.Glm4Moe", "dots1": "qwen.Dots1",
+    "minimax_m2": "mixtral.MiniMaxM2", "ernie4_5_moe": "ernie.Ernie45Moe", "phimoe": "phi.PhiMoe",
+    "llama4_text": "llama.Llama4", "exaone_moe": "exaone.ExaoneMoe", "afmoe": "afmoe.AfMoe",
+    "flex_olmo": "olmo.FlexOlmo", "granitemoe": "granite.GraniteMoe",
+    "granitemoeshared": "granite.GraniteMoe", "qwen3_next": "qwen3_next.Qwen3Next",
+    "qwen3_5_text": "qwen3_next.Qwen3Next", "qwen3_5_moe_text": "qwen3_next.Qwen3Next",
+    "qwen2": "qwen.Qwen", "qwen3": "qwen.Qwen", "seed_oss": "qwen.Qwen", "phi3": "phi.Phi3",
+    "gemma2": "gemma.Gemma", "gemma3_text": "gemma.Gemma", "gemma4_text": "gemma.Gemma4",
+    "gemma4_unified_text": "gemma.Gemma4", "granite": "granite.Granite", "olmo2": "olmo.Olmo2",
+    "olmo3": "olmo.Olmo2", "exaone4": "exaone.Exaone4", "smollm3": "llama.SmolLM3",
+    "glm": "glm.Glm", "glm4": "glm.Glm", "cohere": "cohere.Cohere", "cohere2": "cohere.Cohere",
+    "apertus": "apertus.Apertus", "ernie4_5": "ernie.Ernie", "stablelm": "gpt_neox.StableLm",
+    "deepseek_v2": "deepseek.DeepSeek", "deepseek_v3": "deepseek.DeepSeek",
+    "kimi_k2": "deepseek.DeepSeek", "glm4_moe_lite": "deepseek.DeepSeek",
 })
-"""Modules of `families` by the model_type of config.json."""
+"""Module and class in `families` by the model_type of config.json."""
 
 _QWEN_VL = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
 

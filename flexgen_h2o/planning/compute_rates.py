@@ -27,7 +27,7 @@ from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.torch_ops import argmax
-from flexgen_h2o.models.families.opt import FAMILY as OPT
+from flexgen_h2o.models.families.opt import Opt
 from flexgen_h2o.models.layers import CapturingOperations, Operations, add_linear_, linear
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.quantized import WeightFormat
@@ -45,6 +45,8 @@ MIN_CALLS, MAX_CALLS = 7, 200
 
 PATIENCE = 8
 """Factor of the time spent on a difference, which is small compared with its operands."""
+
+_OPT = Opt()
 
 
 class Timer:
@@ -127,9 +129,9 @@ class DecodeStep:
 def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, operations: Operations, *,
               attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """Run a decoder layer as the executor does; x [rows, hidden] is updated in place."""
-    attended = attend(*OPT.attention_inputs(config, weights, x, operations))
-    OPT.attention_output(config, weights, x, attended, operations)
-    OPT.mlp(config, weights, x, operations)
+    attended = attend(*_OPT.attention_inputs(config, weights, x, operations))
+    _OPT.attention_output(config, weights, x, attended, operations)
+    _OPT.mlp(config, weights, x, operations)
 
 
 def run_matmuls(weights: dict[str, Tensor], source: Tensor, x: Tensor,
@@ -396,7 +398,7 @@ class Rates:
         config = from_transformers({
             "model_type": "opt", "hidden_size": hidden, "num_attention_heads": heads,
             "ffn_dim": 4 * hidden, "num_hidden_layers": 1}, "calibration")
-        specs, = OPT.weights(config).layers
+        specs, = _OPT.weights(config).layers
         return config, {name: self._random(*spec.shape) * 0.02 for name, spec in specs.items()}
 
     def _random(self, *shape: int) -> Tensor:

@@ -259,7 +259,8 @@ def test_documented_family_example(monkeypatch, tmp_path):
     module = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
     exec(compile(code, "docs/contributing.md", "exec"), module.__dict__)
-    monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "starcoder2": "starcoder2"})
+    monkeypatch.setattr(registry, "FAMILIES",
+                        {**registry.FAMILIES, "starcoder2": "starcoder2.Starcoder2"})
     torch.default_generator.manual_seed(0)
     config = Starcoder2Config(vocab_size=120, hidden_size=48, num_hidden_layers=3,
                               intermediate_size=80, num_attention_heads=6, num_key_value_heads=2,

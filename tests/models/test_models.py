@@ -14,7 +14,7 @@ from safetensors import safe_open
 from flexgen_h2o import LLM
 from flexgen_h2o.models import family, layers
 from flexgen_h2o.models.layers import Scratch
-from flexgen_h2o.models.model_config import ACTIVATIONS
+from flexgen_h2o.models.model_config import ACTIVATIONS, family_named
 from flexgen_h2o.models.registry import from_transformers
 
 
@@ -58,12 +58,9 @@ def test_scratch_memory_equals_the_plan(tiny_model, key, rows):
     ("model.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
     ("gpt_neox.embed_in.weight", "embed_in.weight"), ("embed_out.weight", "lm_head.weight")])
 def test_aliases_begin_with_the_canonical_name(name, other):
-    modules = [m for m in map(_module, ("opt", "llama", "gpt_neox")) if len(m.aliases(name)) > 1]
-    assert any(m.aliases(name)[0] == name and other in m.aliases(name) for m in modules)
-
-
-def _module(name):
-    return family(type("Config", (), {"family": name}))
+    aliases = [family_named(decoder).aliases(name)
+               for decoder in ("opt.Opt", "llama.Llama", "gpt_neox.GptNeoX")]
+    assert any(len(names) > 1 and names[0] == name and other in names for names in aliases)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -50,6 +50,3 @@ class AfMoe(MixtureDecoder):
         gate = linear_specs("out_gate", f"{prefix}self_attn.gate_proj",
                             (cfg.q_size, cfg.hidden_size))
         return move_last({**super().attention_specs(cfg, prefix), **gate}, "out")
-
-
-FAMILY = AfMoe()

@@ -55,6 +55,3 @@ class Apertus(Decoder):
             ops.xielu_(wide, *(w[name] for name in _ALPHAS))
             ops.add_linear_(x[block], wide, w["down"], None)
         return x
-
-
-FAMILY = Apertus()

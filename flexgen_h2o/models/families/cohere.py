@@ -45,6 +45,3 @@ class Cohere(Decoder):
         rotates = f.window() is not None
         return {"attention": f.attention_variants(local),
                 **nope([not (is_local and rotates) for is_local in local])}
-
-
-FAMILY = Cohere()

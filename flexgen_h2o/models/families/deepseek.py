@@ -202,6 +202,3 @@ def _read_router(f: Fields) -> RouterConfig:
     return RouterConfig(normalize=False, scale=f.number("routed_scaling_factor"), group_experts=1,
                         groups=f.count("n_group") if grouped else 1,
                         groups_per_token=f.count("topk_group") if grouped else 1)
-
-
-FAMILY = DeepSeek()

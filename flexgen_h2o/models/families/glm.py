@@ -1,12 +1,10 @@
-"""GLM-4 (arXiv 2406.12793): half of each head rotates, in interleaved pairs.
-
-GLM-4-0414 (glm4) also has norms after attention and MLP.
-"""
+"""GLM-4, its mixtures, and Solar Open."""
 
 from __future__ import annotations
 
 from flexgen_h2o.models.decoder import Decoder, fused_mlp_specs, norm_specs
 from flexgen_h2o.models.fields import Fields
+from flexgen_h2o.models.mixture import MixtureDecoder, read_grouped_experts
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import read_rope
 from flexgen_h2o.models.tensors import TensorSpec
@@ -20,6 +18,11 @@ _GLM = {
 
 
 class Glm(Decoder):
+    """GLM-4 (arXiv 2406.12793): half of each head rotates, in interleaved pairs.
+
+    GLM-4-0414 (glm4) also has norms after attention and MLP.
+    """
+
     DEFAULTS = {"glm": _GLM, "glm4": _GLM}
 
     def read(self, f: Fields) -> ModelConfig:
@@ -39,4 +42,37 @@ class Glm(Decoder):
         return fused_mlp_specs(cfg, prefix)
 
 
-FAMILY = Glm()
+_GLM_MOE = {
+    "vocab_size": 151552, "num_hidden_layers": 46, "intermediate_size": 10944,
+    "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "norm_topk_prob": True, "use_qk_norm": False, "num_nextn_predict_layers": 1,
+}
+
+
+class Glm4Moe(MixtureDecoder):
+    """GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471), and Solar Open.
+
+    Routers are as in DeepSeek V3. GLM has leading dense layers and a partial rotation.
+    """
+
+    DEFAULTS = {
+        "glm4_moe": _GLM_MOE,
+        "solar_open": {
+            **_GLM_MOE, "vocab_size": 196608, "num_hidden_layers": 48, "num_attention_heads": 64,
+            "head_dim": 128, "rope_theta": 1000000.0, "partial_rotary_factor": 1.0,
+            "moe_intermediate_size": 1280, "num_nextn_predict_layers": 0,
+        },
+    }
+    correction = "gate.e_score_correction_bias"
+    mtp_norm = "shared_head.norm"
+
+    def read(self, f: Fields) -> ModelConfig:
+        glm = f.values["model_type"] == "glm4_moe"
+        return ModelConfig(
+            **self.common(f, read_rope(f, partial=glm)) | {"out_bias": False},
+            **read_grouped_experts(f) | ({} if glm else {"dense_layers": ()}),
+            qk_norm=glm and f.flag("use_qk_norm"),
+        )

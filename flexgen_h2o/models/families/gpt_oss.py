@@ -101,6 +101,3 @@ class GptOss(MixtureDecoder):
         out = ops.get("expert's output", (len(x), cfg.hidden_size), x.dtype)
         ops.linear(gate, w["down"], w["down_bias"], out=out)
         return out
-
-
-FAMILY = GptOss()

@@ -148,6 +148,3 @@ def _normed(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor,
 def _norm(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor, *,
           norm: Callable[..., Tensor], out: Tensor | None = None) -> Tensor:
     return norm(x, w.get(name), w.get(f"{name}_bias"), eps=cfg.norm_eps, out=out)
-
-
-FAMILY = Opt()

@@ -195,6 +195,3 @@ def _read_recurrent_layers(f: Fields) -> tuple[bool, ...]:
     if all(recurrent):
         raise UserError(f"{f.name}: a model without any layer of full attention is not supported")
     return recurrent
-
-
-FAMILY = Qwen3Next()
