@@ -11,9 +11,8 @@ import numpy as np
 
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import strip_prompt
-from flexgen_h2o.files.readers import read_json_texts
-from flexgen_h2o.metrics.statistics import bootstrap_interval
+from flexgen_h2o.files.readers import read_json_texts, strip_prompt
+from flexgen_h2o.metrics.figures import bootstrap_interval
 
 Pair = tuple[list[int], list[int]]
 """Token ids of the halves of an article."""

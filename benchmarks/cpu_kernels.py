@@ -62,11 +62,10 @@ from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.files.writing import check_folder
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import dispatch, ops
-from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.arguments import EvictionArguments, QuantizedMatrix
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.metrics.provenance import cpu_model

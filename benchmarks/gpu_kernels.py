@@ -17,7 +17,7 @@ from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 

@@ -25,8 +25,8 @@ from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import catch_write_errors
 from flexgen_h2o.models import family
+from flexgen_h2o.models.checkpoint_files import DummyCheckpoint
 from flexgen_h2o.models.convert import natural_key, torch_dtype
-from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.registry import published
 from flexgen_h2o.models.safetensors_io import write_safetensors

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.config.h2o import H2OConfig
     from flexgen_h2o.config.placement import Placement
     from flexgen_h2o.config.policy import Policy
-    from flexgen_h2o.config.sampling import SamplingParams
-    from flexgen_h2o.config.structured_outputs import StructuredOutputs
+    from flexgen_h2o.config.sampling import SamplingParams, StructuredOutputs
     from flexgen_h2o.config.version import VERSION as __version__
     from flexgen_h2o.h2o.policies import PolicyState, register_policy
     from flexgen_h2o.llm import LLM
@@ -26,7 +25,7 @@ _PUBLIC_NAMES = {
     "LLM": "llm.LLM", "H2OConfig": "config.h2o.H2OConfig", "Output": "outputs.Output",
     "Placement": "config.placement.Placement", "Policy": "config.policy.Policy",
     "PolicyState": "h2o.policies.PolicyState", "SamplingParams": "config.sampling.SamplingParams",
-    "StructuredOutputs": "config.structured_outputs.StructuredOutputs",
+    "StructuredOutputs": "config.sampling.StructuredOutputs",
     "__version__": "config.version.VERSION", "register_policy": "h2o.policies.register_policy",
 }
 """Where each public name is defined."""

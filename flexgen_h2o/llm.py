@@ -103,7 +103,7 @@ class LLM(ExclusiveResource):
         Folder that keeps quantized weights for later runs. "auto": a folder in the user's cache.
         None: quantize in each run.
     calibration : str or path, optional
-        Calibration text for weights of 8 or 4 bits (`engine.calibration`): a text file, or a
+        Calibration text for weights of 8 or 4 bits (`engine.prepare`): a text file, or a
         `.jsonl` file with texts under `text`, `article` or `prompt`.
     verify : bool
         Check the checksum of each weight that is read from disk. A change raises `UserError` with

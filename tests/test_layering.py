@@ -48,7 +48,7 @@ TORCH = {"h2o.eviction", "h2o.key_smoothing", "h2o.policies", "h2o.recall", "h2o
          "distributed.pipeline"}
 """Modules that may import torch, beside `TORCH_PACKAGES`."""
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",
-         "storage.offload_dirs", "storage.placement", "cache", "models", "models.model_config",
+         "storage.offload_dirs", "cache", "models", "models.model_config",
          "models.shapes", "models.positions", "models.registry", "models.fields", "models.rope",
          "models.decoder", "models.tensors", "models.families", "models.quantization",
          "models.gguf.architectures", "models.gguf", "models.gguf.config", "models.gguf.header",

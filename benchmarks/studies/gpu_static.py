@@ -31,8 +31,11 @@ from flexgen_h2o.cli.entry_point import exit_status  # noqa: E402
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout  # noqa: E402
 from flexgen_h2o.config.weight_layout import MatrixLayout  # noqa: E402
 from flexgen_h2o.files.rows import check_header, format_cell  # noqa: E402
-from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, EvictionArguments  # noqa: E402
-from flexgen_h2o.kernels.matrix import QuantizedMatrix  # noqa: E402
+from flexgen_h2o.kernels.arguments import (  # noqa: E402
+    DEFAULT_ARGUMENTS,
+    EvictionArguments,
+    QuantizedMatrix,  # noqa: E402
+)
 from flexgen_h2o.kernels.triton import decode as triton_decode  # noqa: E402
 from flexgen_h2o.kernels.triton import groups as triton_groups  # noqa: E402
 from flexgen_h2o.kernels.triton import hot_set as triton_hot_set  # noqa: E402

@@ -27,7 +27,7 @@ from pathlib import Path
 from flexgen_h2o.cli.entry_point import exit_status
 from flexgen_h2o.config.validation import check_int, check_number
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import Article, read_summary_tasks, strip_prompt
+from flexgen_h2o.files.readers import Article, read_summary_tasks, strip_prompt
 from flexgen_h2o.files.rows import CsvWriter, report_partial_rows
 from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.metrics.provenance import ORIGIN, origin

@@ -9,7 +9,6 @@
 `retrieval`         recall: quantized key indices, and attention to selected tokens
 `eviction_state`    eviction states, step metadata, migration of continued sequences
 `layout`            sizes: bytes of a slot, slots of a layer
-`grouped_cache`     one cache for each group of layers with equal heads
 `recurrent_state`   the states of recurrent layers, over the same tiers
 `tiers`             tiers of the cache that are resident, or fetched and written back
 `hot_set`           selective fetch from host memory by a GPU, and the hot set

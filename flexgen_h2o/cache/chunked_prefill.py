@@ -16,7 +16,7 @@ from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.h2o.eviction import Cut, EvictionState, attention_weights
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.rotary import rotated
+from flexgen_h2o.kernels.torch_ops import rotated
 
 WINDOW_QUERIES = 64
 """Queries that plain PyTorch computes together where a window's keys have gaps."""

@@ -14,8 +14,8 @@ A unit of the schedule is ``load``, then ``attend_prompt`` (see `prefill`) or ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -35,11 +35,11 @@ from flexgen_h2o.cache.retrieval import Recall
 from flexgen_h2o.cache.tiers import CacheTier
 from flexgen_h2o.cache.token_attention import TokenAttention, tiers_of
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.placement import split
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
-from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.transfer import Transfers
 
@@ -281,3 +281,73 @@ class KVCache:
     def supports_capture(self) -> bool:
         """True if `capture_token` can capture attention over new tokens once for a block."""
         return self._token_attention.supports_capture and self.is_resident
+
+
+def _on_layer(method: str) -> Callable[..., Any]:
+    """Return a method of `GroupedCache`: `KVCache.method` of the layer's group."""
+    def call(self: GroupedCache, layer: int, batch: int, *args: Any, **options: Any) -> Any:
+        cache, number = self._places[layer]
+        return getattr(cache, method)(number, batch, *args, **options)
+
+    return call
+
+
+class GroupedCache:
+    """A cache with the interface of `KVCache`, whose layers have heads of different sizes.
+
+    Parameters
+    ----------
+    groups : mapping of tuple of int to KVCache
+        The cache of each group of layers, which it numbers from 0.
+    """
+
+    def __init__(self, groups: Mapping[tuple[int, ...], KVCache]):
+        self._groups = groups
+        self._caches = tuple(groups.values())
+        self._places = {layer: (cache, number) for layers, cache in groups.items()
+                        for number, layer in enumerate(layers)}
+
+    load = _on_layer("load")
+    attend_prompt = _on_layer("attend_prompt")
+    repeat = _on_layer("repeat")
+    attend_token = _on_layer("attend_token")
+    prefetch_token = _on_layer("prefetch_token")
+    store = _on_layer("store")
+    capture_token = _on_layer("capture_token")
+
+    def begin(self, batches: Sequence[BatchLayout]) -> None:
+        for layers, cache in self._groups.items():
+            cache.begin([batch_layout.select_layers(layers) for batch_layout in batches])
+
+    def resume(self, batches: Sequence[BatchLayout]) -> None:
+        for layers, cache in self._groups.items():
+            cache.resume([batch_layout.select_layers(layers) for batch_layout in batches])
+
+    def prepare_replay(self, batch: int, token: int) -> None:
+        for cache in self._caches:
+            cache.prepare_replay(batch, token)
+
+    def nbytes(self) -> int:
+        return sum(cache.nbytes() for cache in self._caches)
+
+    @property
+    def attends_on_host(self) -> bool:
+        return any(cache.attends_on_host for cache in self._caches)
+
+    @property
+    def is_resident(self) -> bool:
+        return all(cache.is_resident for cache in self._caches)
+
+    @property
+    def supports_prefetch(self) -> bool:
+        return any(cache.supports_prefetch for cache in self._caches)
+
+    @property
+    def supports_capture(self) -> bool:
+        return all(cache.supports_capture for cache in self._caches)
+
+    @property
+    def recall_counts(self) -> RecallCounts | None:
+        counts = [count for cache in self._caches if (count := cache.recall_counts) is not None]
+        return RecallCounts(*(sum(getattr(count, field.name) for count in counts)
+                              for field in fields(RecallCounts))) if counts else None

@@ -22,7 +22,7 @@ from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptSpan
 from flexgen_h2o.h2o.eviction import Cut, clear_scores_outside_window, narrow_state
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.rotary import rotated
+from flexgen_h2o.kernels.torch_ops import rotated
 
 
 class PromptAttention:

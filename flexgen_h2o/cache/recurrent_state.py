@@ -20,10 +20,10 @@ from flexgen_h2o.cache.layout import CacheSize, Capacity, SlotLayout
 from flexgen_h2o.cache.tiers import CacheTier, FetchedTier, WriteBackLog
 from flexgen_h2o.cache.token_attention import tiers_of
 from flexgen_h2o.config.layers import RecurrentConfig
+from flexgen_h2o.config.placement import split
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptSpan
 from flexgen_h2o.storage.buffer_ring import StagingBuffer
-from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.transfer import Transfers
 

@@ -31,7 +31,7 @@ from flexgen_h2o.requests.tokenizing import RequestTokenizer
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.planning.hardware import Hardware
-    from flexgen_h2o.serving.server import Server
+    from flexgen_h2o.serving.api import Server
 
 KEY_VARIABLE = "FLEXGEN_H2O_API_KEY"
 """Environment variable with the key, which other users cannot see in the list of processes."""
@@ -134,11 +134,10 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
     """
     try:
         from flexgen_h2o.planning.roofline import DecodeRoofline
-        from flexgen_h2o.serving.api import Api
+        from flexgen_h2o.serving.api import Api, Server
         from flexgen_h2o.serving.dashboard import Dashboard
         from flexgen_h2o.serving.metrics import Metrics
         from flexgen_h2o.serving.scheduler import Scheduler
-        from flexgen_h2o.serving.server import Server
         from flexgen_h2o.serving.store import Store
     except ImportError as error:
         raise UserError(f"serve needs {error.name}: pip install 'flexgen_h2o[serve]'") from None

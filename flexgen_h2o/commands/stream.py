@@ -31,8 +31,8 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import csv_flag, flag, flag_name
 from flexgen_h2o.engine.detokenization import Detokenizer, IncrementalDetokenizer
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import Turn, read_conversations
 from flexgen_h2o.files.chat_template import ChatRenderer
+from flexgen_h2o.files.readers import Turn, read_conversations
 from flexgen_h2o.files.rows import CsvWriter, JsonlWriter, report_partial_rows
 from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.files.writing import catch_write_errors

@@ -196,7 +196,7 @@ class ExpertsConfig:
         requested : int or None
             The number that the policy sets; None: the experts of two layers of a decode step.
         pooled : float
-            Share of the experts that have further slots (`storage.placement.pool_experts`).
+            Share of the experts that have further slots (`config.placement.pool_experts`).
         """
         touched = min(self.count, self.per_token * tokens)
         return min(streamed, (2 * touched if requested is None else requested)

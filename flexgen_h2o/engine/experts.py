@@ -21,8 +21,8 @@ from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine.blocks import GPUBatch
 from flexgen_h2o.engine.expert_slots import ExpertSlots, put
 from flexgen_h2o.engine.weight_files import Weight
+from flexgen_h2o.kernels.arguments import ShardedMatrix
 from flexgen_h2o.kernels.cpu.experts import ExpertTable, experts, max_expert_rows
-from flexgen_h2o.kernels.matrix import ShardedMatrix
 from flexgen_h2o.models import family
 from flexgen_h2o.models.decoder import row_blocks
 from flexgen_h2o.models.layers import Operations, activation

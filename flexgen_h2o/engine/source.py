@@ -28,16 +28,20 @@ from flexgen_h2o.config.weight_layout import (
 from flexgen_h2o.engine.args import EngineArgs
 from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.disk_cache import CacheFolder, build_once, cache_dir, find_copy, model_title
-from flexgen_h2o.files.source_files import SourceFiles
+from flexgen_h2o.files.disk_cache import (
+    CacheFolder,
+    SourceFiles,
+    build_once,
+    cache_dir,
+    find_copy,
+    model_title,
+)
 from flexgen_h2o.files.terminal import ByteProgress, byte_bar
 from flexgen_h2o.kernels.dispatch import gpu_of, has_tensor_cores
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, View, resolve, unstacked
-from flexgen_h2o.models.checkpoint_files import open_checkpoint
+from flexgen_h2o.models.checkpoint_files import DummyCheckpoint, open_checkpoint
 from flexgen_h2o.models.convert import converted_folder, weight_files
-from flexgen_h2o.models.dummy import DummyCheckpoint
-from flexgen_h2o.models.generation_config import GenerationDefaults, read_generation_config
 from flexgen_h2o.models.gguf.checkpoint import GgufCheckpoint
 from flexgen_h2o.models.gguf.config import unify_layouts
 from flexgen_h2o.models.gguf.conversion import describe_gguf
@@ -52,10 +56,12 @@ from flexgen_h2o.models.quantized import (
 )
 from flexgen_h2o.models.registry import (
     MULTIMODAL,
+    GenerationDefaults,
     from_transformers,
     published,
     published_quantization,
     read_config,
+    read_generation_config,
 )
 from flexgen_h2o.models.sources import checkpoint_folder, gguf_of
 from flexgen_h2o.models.tensors import ModelWeights, TensorSpec

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexgen_h2o.config.structured_outputs import StructuredOutputs
+from flexgen_h2o.config.sampling import StructuredOutputs
 from flexgen_h2o.engine.blocks import Request
 from flexgen_h2o.errors import StructureError, UserError
 

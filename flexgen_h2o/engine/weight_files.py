@@ -24,7 +24,7 @@ from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.disk_cache import CacheFolder, locked, use
 from flexgen_h2o.files.writing import open_atomic
-from flexgen_h2o.kernels.matrix import Matrix
+from flexgen_h2o.kernels.arguments import Matrix
 from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.models.tensors import TensorSpec

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from flexgen_h2o.config.limits import SHARD_BUFFERS
-from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.placement import Placement, assign, shard_rows
 from flexgen_h2o.engine.weight_files import WeightBuffer, WeightFiles
-from flexgen_h2o.kernels.matrix import ShardedMatrix
+from flexgen_h2o.kernels.arguments import ShardedMatrix
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.models.tensors import TensorSpec
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import Extent
-from flexgen_h2o.storage.placement import assign, shard_rows
 from flexgen_h2o.storage.transfer import TransferQueue, Transfers
 
 

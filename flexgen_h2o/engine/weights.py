@@ -17,7 +17,15 @@ import torch
 
 from flexgen_h2o.config.layers import ExpertChoices, ExpertKey
 from flexgen_h2o.config.limits import WEIGHT_BUFFERS
-from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.placement import (
+    Placement,
+    assign,
+    compute_tiers,
+    fill,
+    place_experts,
+    place_first,
+    pool_experts,
+)
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine.weight_files import (
     PersistentOffloadFile,
@@ -29,18 +37,10 @@ from flexgen_h2o.engine.weight_files import (
 from flexgen_h2o.engine.weight_streaming import RowShard, ShardStream, shard_weights
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.matrix import QuantizedMatrix, ShardedMatrix
+from flexgen_h2o.kernels.arguments import QuantizedMatrix, ShardedMatrix
 from flexgen_h2o.models.tensors import ModelWeights, TensorSpec
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.device import PAGE, Arena, Device, round_up
-from flexgen_h2o.storage.placement import (
-    assign,
-    compute_tiers,
-    fill,
-    place_experts,
-    place_first,
-    pool_experts,
-)
 from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.transfer import H2D, TransferQueue, Transfers
 

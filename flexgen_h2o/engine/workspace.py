@@ -10,19 +10,18 @@ from functools import partial
 import torch
 
 from flexgen_h2o.cache.alternatives import AlternativeCache, SimulatedBlockCache
-from flexgen_h2o.cache.grouped_cache import GroupedCache
-from flexgen_h2o.cache.kv_cache import KVCache
+from flexgen_h2o.cache.kv_cache import GroupedCache, KVCache
 from flexgen_h2o.cache.layout import CacheShape, CacheSize, slots_of
 from flexgen_h2o.cache.recurrent_state import RecurrentStates
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig, select_layers
 from flexgen_h2o.config.limits import HIDDEN_BUFFERS
-from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.placement import Placement, split
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.engine.blocks import BlockQueue
 from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
-from flexgen_h2o.kernels.rotary import rotated_to
+from flexgen_h2o.kernels.torch_ops import rotated_to
 from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import rope_tables
@@ -30,7 +29,6 @@ from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuf
 from flexgen_h2o.storage.device import PAGE, round_up, typed
 from flexgen_h2o.storage.disk import AlignedRead, Extent
 from flexgen_h2o.storage.offload_dirs import OffloadDirs
-from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.run_folder import RunFolder
 from flexgen_h2o.storage.transfer import D2H, H2D, TransferQueue, Transfers
 

@@ -6,6 +6,8 @@ checks run before anything is written. They take some microseconds a call.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,7 +15,61 @@ from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.eviction import EvictionState
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A quantized weight [outputs, inputs].
+
+    Attributes
+    ----------
+    data : uint8 Tensor [layout.nbytes]
+        Contiguous, aligned to 4 bytes; on any device.
+    layout : MatrixLayout
+    activation_bits : int
+        Bit width of the activations in matmuls: 16 to leave them as they are, 8 to quantize them
+        (`reference.matrix.quantize_activations`).
+    """
+
+    data: Tensor
+    layout: MatrixLayout
+    activation_bits: int = 16
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        return self.layout.outputs, self.layout.inputs
+
+    def __len__(self) -> int:
+        return self.layout.outputs
+
+
+@dataclass(frozen=True)
+class ShardedMatrix:
+    """A weight [outputs, inputs] of which only one row shard is in memory at a time.
+
+    Attributes
+    ----------
+    shape : (int, int)
+        (outputs, inputs).
+    shards : callable (x) -> iterator of (slice, Tensor or QuantizedMatrix)
+        Yields every row shard in order: its range of outputs, and its weight [outputs, inputs]. x
+        [rows, inputs] is multiplied with the shards. A shard is valid until the next one
+        is requested; its matmul has to be finished by then.
+    """
+
+    shape: tuple[int, int]
+    shards: Callable[[Tensor], Iterator[tuple[slice, Tensor | QuantizedMatrix]]]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+Matrix = Tensor | QuantizedMatrix | ShardedMatrix
+"""A weight [outputs, inputs] of any kind."""
+
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of floating-point inputs, and their numbers in the C ABI (DType of cpu/kernels.h)."""

@@ -29,15 +29,13 @@ from flexgen_h2o.config.weight_layout import GGMLType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.h2o.key_smoothing import BasisChange
-from flexgen_h2o.kernels import dispatch, rotary, torch_ops
-from flexgen_h2o.kernels.arguments import EvictionArguments, VariantArguments
+from flexgen_h2o.kernels import dispatch, torch_ops
+from flexgen_h2o.kernels.arguments import EvictionArguments, QuantizedMatrix, VariantArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu import recall as native_recall
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import blocks as reference_blocks
-from flexgen_h2o.kernels.reference import delta_rule as reference_delta_rule
 from flexgen_h2o.kernels.reference import layers as reference_layers
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.reference import recall as reference_recall
@@ -309,7 +307,7 @@ def gated_delta_net(mixed: Tensor, beta: Tensor, step: Tensor, states: Tensor, *
                     weights: Sequence[Tensor], sequences: Sequence[int], lengths: Sequence[int],
                     config: RecurrentConfig) -> Tensor:
     """Advance recurrent states: `reference.delta_rule.gated_delta_net`."""
-    kernel = _kernel("gated_delta_net", mixed) or reference_delta_rule.gated_delta_net
+    kernel = _kernel("gated_delta_net", mixed) or reference_layers.gated_delta_net
     return kernel(mixed, beta, step, states, weights=weights, sequences=sequences, lengths=lengths,
                   config=config)
 
@@ -322,7 +320,7 @@ def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange |
     ----------
     x : Tensor [rows, heads, head_dim]
     rope : (Tensor, Tensor) or None
-        Cosines and sines of `table_dtype`, as `rotary.apply_rope_` takes them. None: no rotation.
+        Cosines and sines of `table_dtype`, as in `torch_ops.apply_rope_`. None: no rotation.
     offsets : float32 Tensor [rows, heads], optional
         Written in place.
     """
@@ -332,7 +330,7 @@ def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange |
     if uses_native(x):
         native.rotate(x, cos, sin, change, offsets)
     elif change is None:
-        rotary.apply_rope_(x, cos, sin)
+        torch_ops.apply_rope_(x, cos, sin)
     else:
         reference_layers.rotate(x, cos, sin, change, offsets)
 

@@ -1,4 +1,4 @@
-"""Plot helpers: line styles by policy, axes, and atomic files.
+"""Plots and intervals: line styles by policy, axes, atomic files, bootstrap. No torch.
 
 matplotlib is an extra and is imported when a plot is drawn. Lines differ in dash and marker as well
 as in color, so that a gray print is readable.
@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import atomic_path
@@ -66,3 +68,19 @@ def save(figure: Any, path: str) -> None:
     """Write a figure to a file, atomically. Raises OSError if it cannot be written."""
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format=Path(path).suffix[1:].lower(), dpi=150)
+
+
+_RESAMPLES = 10_000
+
+
+def bootstrap_interval(differences: Sequence[float], tokens: Sequence[int], *, seed: int = 0
+                       ) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the mean difference per token, resampling articles.
+
+    `differences`: sum over the tokens of each article, in nats. `tokens`: tokens of each article.
+    """
+    sums, counts = np.asarray(differences, float), np.asarray(tokens, float)
+    picks = np.random.default_rng(seed).integers(len(sums), size=(_RESAMPLES, len(sums)))
+    with np.errstate(invalid="ignore"):  # infinite differences give nan
+        low, high = np.percentile(sums[picks].sum(1) / counts[picks].sum(1), (2.5, 97.5))
+    return float(low), float(high)

@@ -286,7 +286,7 @@ class Decoder:
         ----------
         advance : callable (rule, *rows) -> Tensor
             Call ``rule(*rows, states, sequences=..., lengths=...)`` with the states of these rows'
-            sequences: see `kernels.reference.delta_rule.gated_delta_net`.
+            sequences: see `kernels.reference.layers.gated_delta_net`.
         """
         raise NotImplementedError
 

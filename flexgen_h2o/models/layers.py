@@ -20,10 +20,10 @@ from torch import Tensor
 
 from flexgen_h2o.config.layers import RouterConfig
 from flexgen_h2o.kernels import dispatch, ops
+from flexgen_h2o.kernels.arguments import Matrix, QuantizedMatrix, ShardedMatrix
 from flexgen_h2o.kernels.cpu import experts as native_experts
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
-from flexgen_h2o.kernels.matrix import Matrix, QuantizedMatrix, ShardedMatrix
 from flexgen_h2o.kernels.reference import layers as reference_layers
 from flexgen_h2o.kernels.torch_ops import chunk_rows
 

@@ -17,7 +17,7 @@ from flexgen_h2o.config.weight_layout import AUTO, MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.disk_cache import CacheFolder, build_once
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
 from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint
 from flexgen_h2o.models.convert import ByteProgress, natural_key, write_weights

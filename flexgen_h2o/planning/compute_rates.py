@@ -22,10 +22,9 @@ from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import dispatch, ops
-from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.arguments import EvictionArguments, QuantizedMatrix
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.torch_ops import argmax
 from flexgen_h2o.models.families.opt import Opt
 from flexgen_h2o.models.layers import CapturingOperations, Operations, add_linear_, linear

@@ -15,20 +15,19 @@ from functools import partial
 import numpy as np
 
 from flexgen_h2o.config.limits import ROW_BLOCK, SHARD_BUFFERS, SHARDS_PER_LAYER
-from flexgen_h2o.config.placement import TIERS
+from flexgen_h2o.config.placement import TIERS, split
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.planning.cache_cost import CacheCosts
-from flexgen_h2o.planning.cost_accumulator import (
+from flexgen_h2o.planning.cache_cost import (
     COMPUTE,
     HOST,
     RESOURCES,
     TERMS,
+    CacheCosts,
     CostAccumulator,
     UnitCost,
 )
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.planned_run import PlannedRun, bytes_at_rest
-from flexgen_h2o.storage.placement import split
 
 _IS_WEIGHTS = np.array([term is not None and term[0] == "weights" for term in TERMS])
 

@@ -36,7 +36,7 @@ from flexgen_h2o.config.limits import (
     WEIGHT_BUFFERS,
     WRITE_BACK_TOKENS,
 )
-from flexgen_h2o.config.placement import TIERS
+from flexgen_h2o.config.placement import TIERS, compute_tiers, place_first, shard_rows, split
 from flexgen_h2o.h2o.budget import num_hot_slots, num_selected
 from flexgen_h2o.planning.planned_run import (
     PlannedRun,
@@ -45,7 +45,6 @@ from flexgen_h2o.planning.planned_run import (
     kv_entry_bytes,
     layer_slots,
 )
-from flexgen_h2o.storage.placement import compute_tiers, place_first, shard_rows, split
 
 RESERVE = 128 << 20
 """Bytes for thread stacks, workspaces of libraries and the allocators' slack."""

@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 from scipy.optimize import linprog
 
-from flexgen_h2o.config.placement import PLACED, TIERS, Placement
+from flexgen_h2o.config.placement import PLACED, TIERS, Placement, split
 from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.planning.cache_cost import TERMS
 from flexgen_h2o.planning.cost import placement_shares, unit_costs
-from flexgen_h2o.planning.cost_accumulator import TERMS
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.planned_run import PlannedRun, head_and_total_bytes
 from flexgen_h2o.storage.free_memory import MemoryLimits
-from flexgen_h2o.storage.placement import split
 
 _SHARES = TERMS[1:]
 _TIER_PENALTY = 1e-4

@@ -19,11 +19,10 @@ from flexgen_h2o.config.h2o import add_windows, select_layers
 from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.limits import CHUNK_ROWS, DRAFT_CHUNK
 from flexgen_h2o.config.parallel import Stage
-from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.placement import Placement, place_experts, pool_experts
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.h2o.budget import budget, num_slots
-from flexgen_h2o.storage.placement import place_experts, pool_experts
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig

@@ -16,8 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from flexgen_h2o.config import validation
-from flexgen_h2o.config.sampling import SamplingParams, mix_seed
-from flexgen_h2o.config.structured_outputs import StructuredOutputs
+from flexgen_h2o.config.sampling import SamplingParams, StructuredOutputs, mix_seed
 from flexgen_h2o.config.validation import check_keys
 from flexgen_h2o.errors import UserError, check_text, short_repr
 from flexgen_h2o.files.chat_template import check_template_arguments

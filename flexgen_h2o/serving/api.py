@@ -1,4 +1,4 @@
-"""The endpoints: files, batches, completions and models in the format of OpenAI's API."""
+"""The endpoints: files, batches, completions and models as in OpenAI's API, and their server."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import logging
 import os
 import re
 import shutil
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, BinaryIO, TypeVar
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
@@ -20,14 +24,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flexgen_h2o.errors import UserError, check_text, short_repr
 from flexgen_h2o.requests.fields import URLS, BadRequest
 from flexgen_h2o.requests.request import Defaults
 from flexgen_h2o.requests.tokenizing import RequestTokenizer
 from flexgen_h2o.serving.batches import check_endpoint
-from flexgen_h2o.serving.guard import JSON, ApiError, Guard, read_json
+from flexgen_h2o.serving.guard import JSON, MAX_HEADERS, ApiError, Guard, read_json
 from flexgen_h2o.serving.live import DONE, LiveRequest, Stopped, StreamOptions, read_live, sse
 from flexgen_h2o.serving.scheduler import QueueFull, Scheduler, Unavailable
 from flexgen_h2o.serving.store import INPUT, Batch, Counts, File, Store, StoreError, new_id
@@ -332,3 +336,66 @@ def _api_error(error: Exception) -> ApiError:
 
 async def _handle(request: Request, error: Exception) -> Response:
     return _api_error(error).response()
+
+
+_CONNECTIONS = 1024
+
+
+class Server(uvicorn.Server):
+    """An HTTP server that ends requests before it waits for their connections.
+
+    Parameters
+    ----------
+    scheduler : Scheduler
+        Runs with the server, in the thread that calls `run`.
+    listener : socket
+        Bound to the address to listen on.
+
+    Attributes
+    ----------
+    url : str
+        Where the server listens.
+    """
+
+    def __init__(self, app: ASGIApp, scheduler: Scheduler, listener: socket.socket):
+        super().__init__(uvicorn.Config(
+            app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, h11_max_incomplete_event_size=MAX_HEADERS,
+            limit_concurrency=_CONNECTIONS))
+        self._scheduler, self._listener = scheduler, listener
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until `end`. After an error, end at once."""
+        with ThreadPoolExecutor(1, "http") as executor:
+            http = executor.submit(self._listen, sockets or [self._listener])
+            try:
+                self._scheduler.run()
+            except BaseException:
+                self.force_exit = True
+                raise
+            finally:
+                self.should_exit = True
+        http.result()
+
+    def _listen(self, sockets: list[socket.socket]) -> None:
+        try:
+            asyncio.run(self.serve(sockets))
+        finally:
+            self._scheduler.stop()
+
+    def end(self) -> None:
+        """Let `run` return after the current block. Signal handlers may call it."""
+        self.should_exit = True
+        with suppress(OSError):  # sys.stderr may be in the middle of a write
+            os.write(2, b"stopping after the current block; a second signal stops at once\n")
+
+    def capture_signals(self) -> AbstractContextManager[None]:
+        """Leave signals to the command."""
+        return nullcontext()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End requests, then connections."""
+        self._scheduler.stop()
+        await super().shutdown(sockets)

@@ -7,7 +7,7 @@ from helpers.generation import make_prompts, token_ids
 from helpers.internals import cache_of
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
-from flexgen_h2o.cache.grouped_cache import GroupedCache
+from flexgen_h2o.cache.kv_cache import GroupedCache
 
 LENGTHS = [21, 4, 1, 13, 30, 9, 17]
 ALONE = Policy(gpu_batch_size=1, refill_share=1)

@@ -31,7 +31,7 @@ from flexgen_h2o.commands import generate
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.engine import source
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files import articles
+from flexgen_h2o.files import readers
 from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.planning import memory_plan as memory_check
 from flexgen_h2o.planning.memory_plan import MemoryPlan
@@ -266,8 +266,8 @@ def test_too_long_prompt_is_refused_by_token_count(model, workdir, capfd, monkey
 
 
 @pytest.mark.parametrize(("read", "keys"), [
-    (launch.read_prompts, "prompt"), (articles.read_summary_tasks, "article summary_gt stop"),
-    (articles.read_conversations, "turns")])
+    (launch.read_prompts, "prompt"), (readers.read_summary_tasks, "article summary_gt stop"),
+    (readers.read_conversations, "turns")])
 def test_lone_surrogates_in_files_are_refused(workdir, read, keys):
     """In each text that is read, and a whole pair is none."""
     for key in keys.split():

@@ -17,7 +17,7 @@ from flexgen_h2o import LLM
 from flexgen_h2o.commands import stream
 from flexgen_h2o.commands.stream import Printer
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import Turn
+from flexgen_h2o.files.readers import Turn
 from flexgen_h2o.streaming_session import StreamingSession
 
 LETTERS = "\n" + "".join(map(chr, [*range(32, 127), *range(224, 248)]))

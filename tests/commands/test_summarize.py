@@ -23,9 +23,9 @@ from flexgen_h2o.commands.summarize import table as summary_table
 from flexgen_h2o.commands.summarize.summaries import Rouge
 from flexgen_h2o.engine.detokenization import until
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import Article
+from flexgen_h2o.files.readers import Article
 from flexgen_h2o.files.rows import ResumableJsonl
-from flexgen_h2o.metrics import statistics
+from flexgen_h2o.metrics import figures
 from flexgen_h2o.outputs import Output
 
 STOP = "###"
@@ -71,7 +71,7 @@ def test_scores_by_hand():
     assert [scores[f"delta_rouge2{end}"] for end in ("", "_low", "_high")] == [
         pytest.approx(-0.1)] * 3
     assert summary_table.scores(rows, None)["delta_rouge2"] is None
-    low, high = statistics.bootstrap_interval([0.1, 0.2, 0.6], [1, 1, 1])
+    low, high = figures.bootstrap_interval([0.1, 0.2, 0.6], [1, 1, 1])
     assert (scores["rouge1_low"], scores["rouge1_high"]) == (low, high)
 
 

@@ -12,11 +12,11 @@ from helpers.internals import open_devices
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.cache import tiers
+from flexgen_h2o.config import placement
 from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.engine import decoder as decoder_layers
 from flexgen_h2o.engine import experts
 from flexgen_h2o.models import decoder
-from flexgen_h2o.storage import placement
 from flexgen_h2o.storage.run_folder import RUN_PREFIX
 
 DISK, MIXED = Placement(0, 0, 100), Placement(30, 30, 40)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from flexgen_h2o import LLM, Placement
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.models.quantization import quantization
 from flexgen_h2o.models.registry import from_transformers, published, published_quantization
 from flexgen_h2o.planning.planned_run import bytes_at_rest

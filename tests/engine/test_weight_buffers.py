@@ -10,7 +10,7 @@ from helpers.internals import open_devices, shards_out_of_order, staging_bytes, 
 from helpers.tiny_models import TINY
 
 from flexgen_h2o import LLM, Placement, Policy
-from flexgen_h2o.config import limits
+from flexgen_h2o.config import limits, placement
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.engine.weight_files import ALIGN, WeightBuffer
 from flexgen_h2o.models import family
@@ -18,7 +18,6 @@ from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.planned_run import PlannedRun
-from flexgen_h2o.storage import placement
 
 PLACEMENTS = [(100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30)]
 

@@ -7,7 +7,7 @@ from articles import read_articles, select_articles, split_halves
 from helpers.batch_jobs import write_lines
 from helpers.error_cases import refused
 
-from flexgen_h2o.files.articles import (
+from flexgen_h2o.files.readers import (
     Article,
     Turn,
     first_sentence,

@@ -14,7 +14,7 @@ from helpers.subprocesses import environment
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.files import disk_cache, source_files
+from flexgen_h2o.files import disk_cache
 from flexgen_h2o.files.disk_cache import CacheFolder, build_once, entries, find_copy
 
 
@@ -49,7 +49,7 @@ CONTENT = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=20, max_size=22).map(
 @example([[bytes(20)], [bytes(9) + b"\1" + bytes(10)], [bytes(20)]])
 def test_copies_are_keyed_by_content(sources):
     with tempfile.TemporaryDirectory() as name, mock.patch.multiple(
-            source_files, _SAMPLES=2, _SAMPLE_BYTES=2, _PART_BYTES=7, _BLOCK_BYTES=3):
+            disk_cache, _SAMPLES=2, _SAMPLE_BYTES=2, _PART_BYTES=7, _BLOCK_BYTES=3):
         root = Path(name)
         cache, folders = CacheFolder(root / "kept", ""), set()
         for number, contents in enumerate(sources):
@@ -65,7 +65,7 @@ def test_a_place_is_hashed_once(cache, tmp_path, monkeypatch):
     first = copy(put(tmp_path / "a", bytes(9)), cache)
     paths = put(tmp_path / "b", bytes(9))
     assert copy(paths, cache) == first
-    monkeypatch.setattr(source_files, "_hashed", None)
+    monkeypatch.setattr(disk_cache, "_hashed", None)
     assert copy(paths, cache) == find_copy(paths, "form", cache) == first
     assert find_copy(paths, "other", cache) is None
 

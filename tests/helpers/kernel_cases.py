@@ -23,10 +23,9 @@ from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels import ops, torch_ops
-from flexgen_h2o.kernels.arguments import VariantArguments
+from flexgen_h2o.kernels.arguments import QuantizedMatrix, VariantArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
 from helpers import selection
 

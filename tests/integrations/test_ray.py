@@ -15,7 +15,7 @@ from helpers.programs import ROOT
 from helpers.read_back import read_jsonl
 
 from flexgen_h2o import LLM, SamplingParams
-from flexgen_h2o.cli.replica_resources import PROCESS_BYTES, ReplicaResources
+from flexgen_h2o.cli.launch import PROCESS_BYTES, ReplicaResources
 from flexgen_h2o.commands import batch
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.distributed import ray_cluster as clusters

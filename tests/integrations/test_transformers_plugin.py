@@ -27,8 +27,7 @@ from flexgen_h2o import LLM, H2OConfig
 from flexgen_h2o.engine import loading
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.transformers import H2OCache, enable_h2o
-from flexgen_h2o.integrations.transformers.cache import NAME
-from flexgen_h2o.integrations.transformers.enable import CACHE_NAME
+from flexgen_h2o.integrations.transformers.cache import CACHE_NAME, NAME
 from flexgen_h2o.integrations.transformers.forward_pass import PassTracker, Rotations
 
 NEW = 14

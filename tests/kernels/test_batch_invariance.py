@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.eviction import Eviction
 from flexgen_h2o.kernels import dispatch, ops
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.models import layers
 
 pytestmark = BUILT

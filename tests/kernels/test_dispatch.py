@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import dispatch, ops, torch_ops
+from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import layers
 
 OPERATIONS = st.sampled_from(sorted(IMPLEMENTATIONS))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.kernels.cpu import native
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.reference.matrix import pack_mxfp4
 

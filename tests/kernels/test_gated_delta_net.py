@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config.layers import RecurrentConfig
 from flexgen_h2o.kernels.cpu import native
-from flexgen_h2o.kernels.reference import delta_rule as reference
+from flexgen_h2o.kernels.reference import layers as reference
 
 SETS = sets_of("gated_delta_net")
 CONFIGS = [RecurrentConfig(2, 6, 5, 7, 3), RecurrentConfig(1, 1, 8, 16, 2),

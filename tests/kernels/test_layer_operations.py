@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.h2o.key_smoothing import BasisChange, block_size
-from flexgen_h2o.kernels import abi, ops, rotary, torch_ops
+from flexgen_h2o.kernels import abi, ops, torch_ops
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.reference import layers as reference_layers
@@ -232,11 +232,11 @@ def test_rotations(monkeypatch, dtype, rows, dim):
     x = torch.randn(rows, 3, dim + 5).to(dtype)
     expected = rotated(x[..., :dim], torch.arange(rows)[:, None], tables)
     before = x.clone()
-    out = rotary.rotated(x[..., :dim], *(table[:, None] for table in tables))
+    out = torch_ops.rotated(x[..., :dim], *(table[:, None] for table in tables))
     assert out.dtype == dtype and same(x, before)
     torch.testing.assert_close(out.double(), expected, rtol=BOUND[dtype], atol=BOUND[dtype])
     monkeypatch.setattr(torch_ops, "CHUNK_BYTES", 500)
-    result = rotary.apply_rope_(x[..., :dim], *(table.to(dtype) for table in tables))
+    result = torch_ops.apply_rope_(x[..., :dim], *(table.to(dtype) for table in tables))
     assert result.data_ptr() == x.data_ptr()
     torch.testing.assert_close(x[..., :dim].double(), expected, rtol=BOUND[dtype],
                                atol=BOUND[dtype])
@@ -265,7 +265,7 @@ def test_strided_rotation_rounds_once(isa, monkeypatch, kernels, dtype):
 def test_rotations_broadcast_over_leading_dimensions():
     x = torch.randn(2, 4, 5, 12)
     angles = torch.rand(5, 4)
-    out = rotary.rotated(x, angles.cos(), angles.sin())
+    out = torch_ops.rotated(x, angles.cos(), angles.sin())
     for place in range(5):
         one = rotated(x[:, :, place], place, (angles.cos(), angles.sin()))
         torch.testing.assert_close(out[:, :, place].double(), one, rtol=1e-5, atol=1e-6)

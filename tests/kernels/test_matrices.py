@@ -17,7 +17,7 @@ from helpers.kernel_cases import (
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models import layers
 

@@ -42,10 +42,9 @@ from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.kernels import abi, ops
-from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.arguments import EvictionArguments, QuantizedMatrix
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 

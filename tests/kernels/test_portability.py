@@ -33,10 +33,10 @@ from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout, split_slot
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.kernels import abi, ops
+from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.kernels.cpu import experts as native_experts
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 ROOT = Path(__file__).parents[2]
 ARM = "aarch64-linux-gnu"

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from flexgen_h2o.config.limits import MATRIX_TILE, TILED_OUTPUTS, TILED_ROWS
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import dispatch, ops
+from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.kernels.cpu import library as cpu_library
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 
 FORMATS = [4, MXFP4, COMPACT, 6, 8, 12]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import MatrixLayout
+from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.kernels.dispatch import assume_gpu
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.triton import matrix as triton_matrix
 from flexgen_h2o.kernels.triton import tensor_cores

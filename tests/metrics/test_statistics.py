@@ -6,7 +6,7 @@ import random
 import pytest
 from articles import perplexity
 
-from flexgen_h2o.metrics.statistics import bootstrap_interval
+from flexgen_h2o.metrics.figures import bootstrap_interval
 
 
 def test_perplexity_of_probability_0_is_infinite():

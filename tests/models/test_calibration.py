@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM
 from flexgen_h2o.config.weight_layout import WeightOptions
-from flexgen_h2o.engine import calibration
+from flexgen_h2o.engine import prepare
 from flexgen_h2o.engine import source as loader
 from flexgen_h2o.engine.args import EngineArgs
-from flexgen_h2o.engine.calibration import calibrate
+from flexgen_h2o.engine.prepare import calibrate
 from flexgen_h2o.engine.source import find_model
 from flexgen_h2o.engine.tokenizer import InputProcessor
 from flexgen_h2o.errors import UserError
@@ -190,8 +190,8 @@ def output_error(checkpoint, name, layout, weight, x):
 
 
 def test_calibrated_weights_are_cached_per_text(words_model, tmp_path, text, cache, monkeypatch):
-    measured, measure = [], calibration._measure
-    monkeypatch.setattr(calibration, "_measure", lambda *args: measured.append(1) or measure(*args))
+    measured, measure = [], prepare._measure
+    monkeypatch.setattr(prepare, "_measure", lambda *args: measured.append(1) or measure(*args))
     prompts = [(IDS[:20], IDS[20:50])]
 
     def scores(text, **options):
@@ -211,7 +211,7 @@ def test_calibrated_weights_are_cached_per_text(words_model, tmp_path, text, cac
 def test_bit_widths_share_the_measured_means(words_model, tmp_path, text, cache, monkeypatch):
     monkeypatch.setattr(loader, "MIN_KEPT_SECONDS", 0.0)
     load(words_model, text).close()
-    monkeypatch.setattr(calibration, "_measure", lambda *args: pytest.fail("measured again"))
+    monkeypatch.setattr(prepare, "_measure", lambda *args: pytest.fail("measured again"))
     load(words_model, text, weight_bits=8).close()
     assert sum("importance" in name for name in names(cache)) == 1
 

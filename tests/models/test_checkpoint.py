@@ -12,14 +12,14 @@ import torch
 from helpers.error_cases import refused
 from safetensors.torch import load_file, save_file
 
-from flexgen_h2o.models import checkpoint_files, dummy
+from flexgen_h2o.models import checkpoint_files
 from flexgen_h2o.models.checkpoint import Checkpoint, resolve
 from flexgen_h2o.models.checkpoint_files import (
     BinCheckpoint,
+    DummyCheckpoint,
     SafetensorsCheckpoint,
     open_checkpoint,
 )
-from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -271,7 +271,7 @@ def test_dummy_does_not_depend_on_order_threads_or_blocks(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    monkeypatch.setattr(dummy, "_BLOCK", 48)
+    monkeypatch.setattr(checkpoint_files, "_BLOCK", 48)
     for name in shapes:
         assert torch.equal(first[name], threaded[name])
         assert torch.equal(first[name], read(checkpoint, name))

@@ -23,11 +23,11 @@ from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.disk_cache import CacheFolder, build_once
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.reference.matrix import quantize_activations
 from flexgen_h2o.models import quantized
-from flexgen_h2o.models.dummy import DummyCheckpoint
+from flexgen_h2o.models.checkpoint_files import DummyCheckpoint
 from flexgen_h2o.models.quantization import Quantization, mixed_options, weight_options
 from flexgen_h2o.models.registry import from_transformers, published, read_config
 from flexgen_h2o.storage.disk import Disk

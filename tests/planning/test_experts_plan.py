@@ -14,18 +14,17 @@ from flexgen_h2o.config.layers import (
     ExpertsConfig,
 )
 from flexgen_h2o.config.parallel import Stage
-from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.placement import Placement, place_experts
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.registry import published
+from flexgen_h2o.planning.cache_cost import RESOURCES, TERMS
 from flexgen_h2o.planning.cost import estimate, unit_costs
-from flexgen_h2o.planning.cost_accumulator import RESOURCES, TERMS
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.placement_solver import PlacementSolver
 from flexgen_h2o.planning.planned_run import ExpertUse
 from flexgen_h2o.planning.search import PlanRequest, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
-from flexgen_h2o.storage.placement import place_experts
 
 QWEN = published("Qwen3-30B-A3B")
 MIXTRAL = published("Mixtral-8x7B-v0.1")

@@ -3,8 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.placement import TIERS, Placement
-from flexgen_h2o.storage.placement import assign, compute_tiers, fill, place_first, split
+from flexgen_h2o.config.placement import (
+    TIERS,
+    Placement,
+    assign,
+    compute_tiers,
+    fill,
+    place_first,
+    split,
+)
 
 
 @st.composite

@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexgen_h2o.cli.launch import llm_arguments, open_llm
-from flexgen_h2o.cli.replica_resources import PROCESS_BYTES, ReplicaResources, planned_bytes
+from flexgen_h2o.cli.launch import (
+    PROCESS_BYTES,
+    ReplicaResources,
+    llm_arguments,
+    open_llm,
+    planned_bytes,
+)
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands.batch.estimate import largest_block, load_tokenizer, scan_input
 from flexgen_h2o.commands.batch.flags import BatchOptions
@@ -92,7 +97,7 @@ class RayJob:
         lines = map_here(
             ray, ray.data.from_arrow(list(_windows(self._source, remaining, size))), _read,
             batch_size=None, batch_format="pyarrow", fn_kwargs={"path": self._source.path})
-        run = replace(config, memory_limit=resources.planned_bytes)
+        run = replace(config, memory_limit=resources.memory_limit)
         answered = map_replicas(
             ray, lines, JobReplica, options.replicas, batch_size=size, batch_format="pyarrow",
             fn_constructor_kwargs={"options": options, "run": run, "path": self._source.path,

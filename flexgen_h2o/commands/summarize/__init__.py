@@ -41,7 +41,7 @@ from flexgen_h2o.commands.summarize.summaries import (
 from flexgen_h2o.commands.summarize.table import SummaryCache
 from flexgen_h2o.config.h2o import EVICTIONS
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import Article, read_summary_tasks
+from flexgen_h2o.files.readers import Article, read_summary_tasks
 from flexgen_h2o.files.rows import ResumableJsonl, collect_rows, report_partial
 from flexgen_h2o.files.terminal import ProgressBar, print_stdout
 from flexgen_h2o.files.writing import catch_write_errors, check_writable

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.engine.detokenization import until
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import Article
 from flexgen_h2o.files.chat_template import ChatRenderer
+from flexgen_h2o.files.readers import Article
 from flexgen_h2o.h2o.budget import num_cached
 from flexgen_h2o.models.positions import check_length
 

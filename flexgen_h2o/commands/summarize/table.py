@@ -14,13 +14,12 @@ from typing import Any
 from flexgen_h2o.commands.summarize.summaries import ROUGES, Row, Score
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import Article
+from flexgen_h2o.files.readers import Article
 from flexgen_h2o.files.rows import read_csv
-from flexgen_h2o.metrics.figures import LINES, new_figure, save
+from flexgen_h2o.metrics.figures import LINES, bootstrap_interval, new_figure, save
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 from flexgen_h2o.metrics.report import WIDTH, align_columns
 from flexgen_h2o.metrics.run_stats import ratio
-from flexgen_h2o.metrics.statistics import bootstrap_interval
 
 _LEAD = "lead-1"
 _TEXT_COLUMNS = (*ORIGIN, "device", "model", "dtype", "policy", "positions", "chat_template")

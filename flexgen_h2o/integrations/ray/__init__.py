@@ -4,7 +4,11 @@
 is the class of its replicas, for a ``map_batches`` of your own.
 """
 
-from flexgen_h2o.integrations.ray.generator import BatchGenerator
-from flexgen_h2o.integrations.ray.processor import Processor, ProcessorConfig, build_processor
+from flexgen_h2o.integrations.ray.generator import (
+    BatchGenerator,
+    Processor,
+    ProcessorConfig,
+    build_processor,
+)
 
 __all__ = ["BatchGenerator", "Processor", "ProcessorConfig", "build_processor"]

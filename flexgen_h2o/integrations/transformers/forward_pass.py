@@ -10,7 +10,7 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import budget
 from flexgen_h2o.h2o.eviction import decode_metadata
-from flexgen_h2o.kernels.rotary import rotate_
+from flexgen_h2o.kernels.torch_ops import rotated
 
 DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
 """Types of rotary embedding whose angles depend on the length of the text."""
@@ -208,4 +208,4 @@ class Rotations:
             # Rounded tables, and the tables of some rope types, also scale vectors.
             scale = cos.square() + sin.square()
             step.memo[key] = (cos / scale)[:, None], (-sin / scale)[:, None]
-        return [rotate_(x.to(torch.float32, copy=True), *step.memo[key]).to(x.dtype) for x in rows]
+        return [rotated(x, *step.memo[key]) for x in rows]

@@ -34,7 +34,7 @@ from flexgen_h2o.h2o.eviction import (
 from flexgen_h2o.h2o.simulation import SimulatedCache
 from flexgen_h2o.integrations.transformers.forward_pass import ForwardPass, PassTracker, Rotations
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.rotary import rotated_to
+from flexgen_h2o.kernels.torch_ops import rotated_to
 
 
 class H2OLayer(CacheLayerMixin):

@@ -14,6 +14,7 @@ from torch import Tensor
 from flexgen_h2o.config.limits import EXPERT_ROWS
 from flexgen_h2o.kernels import abi, dispatch, ops
 from flexgen_h2o.kernels.arguments import (
+    QuantizedMatrix,
     check,
     check_contiguous,
     check_last_dim_contiguous,
@@ -21,7 +22,6 @@ from flexgen_h2o.kernels.arguments import (
 )
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 
 def max_expert_rows(bits: int, activation_bits: int = 16) -> int:

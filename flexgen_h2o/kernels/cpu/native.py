@@ -28,6 +28,7 @@ from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
     DTYPES,
     EvictionArguments,
+    QuantizedMatrix,
     VariantArguments,
     check,
     check_attention,
@@ -41,7 +42,6 @@ from flexgen_h2o.kernels.arguments import (
     check_variant,
 )
 from flexgen_h2o.kernels.cpu.library import STRUCTS, CapturedCalls, call, has_tiles
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 GROUP_SCALED_ROWS = 64
 """Rows of a batch-invariant quantized matmul that are multiplied together with tiles."""

@@ -13,7 +13,7 @@ from flexgen_h2o.config.cache_layout import split_slots
 from flexgen_h2o.config.layers import DEFAULT_VARIANT
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.eviction import attention_weights
-from flexgen_h2o.kernels.rotary import rotated
+from flexgen_h2o.kernels.torch_ops import rotated
 
 FLOAT16_MAX = torch.finfo(torch.float16).max
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import dispatch
+from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.kernels.dispatch import gpu_of
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.triton import matrix_floats, tensor_cores
 from flexgen_h2o.kernels.triton.common import (
     ceil_div,

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from flexgen_h2o.models.checkpoint import Checkpoint
-from flexgen_h2o.models.formats import mxfp4, packed, scaled
+from flexgen_h2o.models.formats import packed, scaled
 from flexgen_h2o.models.formats.base import QuantizedTensor
 from flexgen_h2o.models.quantization import Quantization
 
 FORMATS: Mapping[str, Callable[[Checkpoint, Quantization], dict[str, QuantizedTensor]]] = (
     MappingProxyType({
-        "fp8": scaled.find_fp8, "mxfp4": mxfp4.find_mxfp4, "awq": packed.find_awq,
+        "fp8": scaled.find_fp8, "mxfp4": packed.find_mxfp4, "awq": packed.find_awq,
         "gptq": packed.find_gptq, "compressed-tensors": scaled.find_compressed_tensors,
     }))
 """Functions that return the quantized tensors of a checkpoint, by the names of the weights.
