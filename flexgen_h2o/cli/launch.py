@@ -54,6 +54,12 @@ def open_llm(config: RunConfig, **overrides: Any) -> LLM:
     return LLM(**llm_arguments(config, **overrides))
 
 
+def check_counting(path: str | None, llm: LLM) -> None:
+    """Raise `UserError` if counts are wanted (`path` is not None) of a model without experts."""
+    if path is not None and llm.model_config.experts is None:
+        raise UserError(f"{llm.model_config.name} has no experts: leave --count-experts out")
+
+
 _WARM_UP_TOKENS = 2
 """New tokens of a warm-up on a CPU: one by the prefill, one by a decode step."""
 

@@ -9,10 +9,11 @@ import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flexgen_h2o.cli.run_config import RunConfig, write_expert_counts
+from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import OTHER_NAMES, flag_name
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.config.weight_layout import AUTO
+from flexgen_h2o.engine.expert_counts import write_expert_counts
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import append_row, check_header, escape_line_breaks, format_flag_value
 from flexgen_h2o.files.writing import catch_write_errors, check_writable, is_stream, open_atomic

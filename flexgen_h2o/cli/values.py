@@ -1,7 +1,7 @@
 """Flags as dataclass fields: their metadata, and the check of one value. No torch.
 
-A value comes from the command line, Python or YAML and is normalized to one form. `run_config` and
-`cache_flags` check flags together.
+A value comes from the command line, Python or YAML and is normalized to one form. `run_config`
+checks flags together.
 """
 
 from __future__ import annotations

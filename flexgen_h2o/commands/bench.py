@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli.entry_point import entry_point
-from flexgen_h2o.cli.launch import open_llm, synthetic_prompts, warm_up, workload
+from flexgen_h2o.cli.launch import check_counting, open_llm, synthetic_prompts, warm_up, workload
 from flexgen_h2o.cli.parser import (
     Parser,
     build_parser,
@@ -22,9 +22,10 @@ from flexgen_h2o.cli.parser import (
     parse,
 )
 from flexgen_h2o.cli.results import append_csv, check_results
-from flexgen_h2o.cli.run_config import RunConfig, check_counting, write_expert_counts
+from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.config.weight_layout import AUTO
+from flexgen_h2o.engine.expert_counts import write_expert_counts
 from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.files.writing import catch_write_errors
 from flexgen_h2o.metrics.report import WIDTH, align_columns, stats_table

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli.entry_point import entry_point
 from flexgen_h2o.cli.launch import (
+    check_counting,
     follow,
     joined,
     open_on_ranks,
@@ -19,7 +20,7 @@ from flexgen_h2o.cli.launch import (
 )
 from flexgen_h2o.cli.parser import Parser, build_parser, given_flags
 from flexgen_h2o.cli.results import check_results, result_files, write_results
-from flexgen_h2o.cli.run_config import RunConfig, check_counting
+from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.metrics import report

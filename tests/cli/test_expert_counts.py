@@ -7,9 +7,9 @@ import pytest
 from helpers.error_cases import command_refused, refused
 from helpers.planning_cases import CPU
 
-from flexgen_h2o.cli.run_config import read_expert_counts
 from flexgen_h2o.commands import bench, generate
 from flexgen_h2o.config.layers import ExpertChoices
+from flexgen_h2o.engine.expert_counts import read_expert_counts
 from flexgen_h2o.planning.hardware import save_hardware
 
 SHORT = ("--prompt-len", "6", "--gen-len", "4", "--gpu-batch-size", "2", "--dtype", "float32",
