@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import MAX_MODEL_LEN
-from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy, Workload
+from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.sampling import SamplingParams, expand_params
 from flexgen_h2o.config.validation import check_arguments, check_int
 from flexgen_h2o.config.weight_layout import AUTO
@@ -47,7 +46,6 @@ from flexgen_h2o.planning.memory_plan import MemoryCheck, MemoryPlan
 from flexgen_h2o.planning.planned_run import DraftModel
 from flexgen_h2o.request_session import RequestSession
 from flexgen_h2o.storage.free_memory import MemoryLimits
-from flexgen_h2o.storage.offload_dirs import OffloadDirs
 from flexgen_h2o.streaming_session import StreamingSession
 
 if TYPE_CHECKING:
@@ -167,16 +165,7 @@ class LLM(ExclusiveResource):
                  bounds: Sequence[int] | None = None, progress: bool | None = None,
                  trace: Trace | None = None, verbose: bool = False):
         check_not_forked()
-        args = EngineArgs(
-            model=os.fspath(model), policy=policy or Policy(),
-            cache=CacheOptions(h2o, cache_bits, attn_sparsity, key_bits, value_bits),
-            weight_bits=weight_bits, activation_bits=activation_bits, device=device, dtype=dtype,
-            path=path, offload_dir=OffloadDirs.of(offload_dir or OFFLOAD_DIR),
-            weight_cache=weight_cache, calibration=calibration, verify=verify,
-            generation_config=generation_config, seed=seed, memory_limit=memory_limit,
-            device_memory_limit=device_memory_limit, workload=workload, texts=texts,
-            implementations=implementations, batch_invariant=batch_invariant, pipeline=pipeline,
-            bounds=bounds, progress=progress, trace=trace, verbose=verbose)
+        args = EngineArgs.from_options(locals())
         self.policy, self.h2o = args.policy, h2o
         self.call_lock = CallLock()
         self._control = ControlChannel(pipeline)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -66,6 +67,16 @@ class EngineArgs:
     progress: bool | None = None
     trace: Trace | None = None
     verbose: bool = False
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineArgs:
+        """Return the arguments for all options of an `LLM`, by name."""
+        names = {field.name for field in fields(cls)} & options.keys()
+        return cls(**{name: options[name] for name in names} | {
+            "model": os.fspath(options["model"]), "policy": options["policy"] or Policy(),
+            "offload_dir": OffloadDirs.of(options["offload_dir"] or OFFLOAD_DIR),
+            "cache": CacheOptions(options["h2o"], options["cache_bits"], options["attn_sparsity"],
+                                  options["key_bits"], options["value_bits"])})
 
     def __post_init__(self) -> None:
         check_int("seed", self.seed, ge=0, le=2**63 - 1)
