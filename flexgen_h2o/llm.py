@@ -44,9 +44,8 @@ from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.outputs import Output, Scored
 from flexgen_h2o.planning.memory_plan import MemoryCheck, MemoryPlan
 from flexgen_h2o.planning.planned_run import DraftModel
-from flexgen_h2o.request_session import RequestSession
+from flexgen_h2o.sessions import RequestSession, StreamingSession
 from flexgen_h2o.storage.free_memory import MemoryLimits
-from flexgen_h2o.streaming_session import StreamingSession
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

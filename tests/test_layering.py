@@ -27,7 +27,7 @@ LAYERS = """
     distributed
     cache  models
     engine  planning
-    request_session  requests  streaming_session
+    requests  sessions
     llm
     cli  serving
     commands  integrations
@@ -42,7 +42,7 @@ DYNAMIC = {
     "kernels.ops": "Triton's modules are loaded when a GPU first needs them"}
 
 TORCH_PACKAGES = {"kernels", "storage", "cache", "models", "engine", "integrations",
-                  "request_session", "streaming_session", "llm"}
+                  "sessions", "llm"}
 TORCH = {"h2o.eviction", "h2o.key_smoothing", "h2o.policies", "h2o.recall", "h2o.simulation",
          "planning.compute_rates", "planning.calibrate", "distributed.control_messages",
          "distributed.pipeline"}

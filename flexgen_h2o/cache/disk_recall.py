@@ -24,11 +24,10 @@ from flexgen_h2o.cache.tiers import CacheTier, FetchedTier, ResidentTier, Select
 from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.config.limits import RECALL_GROUPS
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.storage.buffer_ring import StagingBuffer
 from flexgen_h2o.storage.device import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.disk import CHUNK, AlignedRead, Extent
 from flexgen_h2o.storage.run_folder import RunFolder
-from flexgen_h2o.storage.transfer import RECALLS, Handle, TransferQueue, Transfers
+from flexgen_h2o.storage.transfer import RECALLS, Handle, StagingBuffer, TransferQueue, Transfers
 
 
 def page_layout(slot_layout: SlotLayout, slots: int) -> PageLayout:

@@ -23,9 +23,8 @@ from flexgen_h2o.config.layers import RecurrentConfig
 from flexgen_h2o.config.placement import split
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptSpan
-from flexgen_h2o.storage.buffer_ring import StagingBuffer
 from flexgen_h2o.storage.run_folder import RunFolder
-from flexgen_h2o.storage.transfer import Transfers
+from flexgen_h2o.storage.transfer import StagingBuffer, Transfers
 
 Rule = Callable[..., Tensor]
 """``rule(*rows, states, sequences=..., lengths=...)``: advance some states by the rows of their

@@ -21,11 +21,19 @@ import torch
 
 from flexgen_h2o.cache.layout import Capacity, SlotLayout
 from flexgen_h2o.config.limits import CACHE_BUFFERS, CACHE_GROWTH, WRITE_BACK_TOKENS
-from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
 from flexgen_h2o.storage.device import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.disk import AlignedRead, Extent
 from flexgen_h2o.storage.offload_dirs import StripedFile
-from flexgen_h2o.storage.transfer import D2H, H2D, Handle, TransferQueue, Transfers
+from flexgen_h2o.storage.transfer import (
+    D2H,
+    H2D,
+    BackingStore,
+    BufferRing,
+    Handle,
+    StagingBuffer,
+    TransferQueue,
+    Transfers,
+)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from flexgen_h2o.models.gguf.config import names_gguf
 from flexgen_h2o.planning.cost import Phase
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.pipeline import rank_runs
 from flexgen_h2o.planning.planned_run import PlannedRun, head_and_total_bytes, layer_slots
-from flexgen_h2o.planning.search import TIE_RATIO, PlanCandidate, tie_break_reason
+from flexgen_h2o.planning.search import TIE_RATIO, PlanCandidate, rank_runs, tie_break_reason
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 ALTERNATIVES = 3

@@ -45,9 +45,16 @@ from flexgen_h2o.models.registry import (
 )
 from flexgen_h2o.planning.hardware import BITS, Hardware, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.pipeline import predict_pipeline, search_pipeline
 from flexgen_h2o.planning.planned_run import DraftModel, PlannedRun
-from flexgen_h2o.planning.search import TIE_RATIO, PlanCandidate, PlanRequest, predict, search
+from flexgen_h2o.planning.search import (
+    TIE_RATIO,
+    PlanCandidate,
+    PlanRequest,
+    predict,
+    predict_pipeline,
+    search,
+    search_pipeline,
+)
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
 
 USABLE_SHARE = 0.97

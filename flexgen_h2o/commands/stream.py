@@ -42,7 +42,7 @@ from flexgen_h2o.storage.free_memory import resident_bytes
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
-    from flexgen_h2o.streaming_session import Streamer, StreamingSession
+    from flexgen_h2o.sessions import Streamer, StreamingSession
 
 FIGURES = ("question_id", "turn", "position", "prompt_tokens", "generated_tokens", "cached_tokens",
            "prefill_seconds", "decode_ms_per_token", "process_bytes", "kv_cache_bytes")

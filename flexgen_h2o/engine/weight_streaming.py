@@ -23,9 +23,8 @@ from flexgen_h2o.engine.weight_files import WeightBuffer, WeightFiles
 from flexgen_h2o.kernels.arguments import ShardedMatrix
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.models.tensors import TensorSpec
-from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import Extent
-from flexgen_h2o.storage.transfer import TransferQueue, Transfers
+from flexgen_h2o.storage.transfer import BufferRing, StagingBuffer, TransferQueue, Transfers
 
 
 class RowShard(NamedTuple):

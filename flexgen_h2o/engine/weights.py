@@ -39,10 +39,9 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import QuantizedMatrix, ShardedMatrix
 from flexgen_h2o.models.tensors import ModelWeights, TensorSpec
-from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.device import PAGE, Arena, Device, round_up
 from flexgen_h2o.storage.run_folder import RunFolder
-from flexgen_h2o.storage.transfer import H2D, TransferQueue, Transfers
+from flexgen_h2o.storage.transfer import H2D, BufferRing, StagingBuffer, TransferQueue, Transfers
 
 
 class WeightStore:

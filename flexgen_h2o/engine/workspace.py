@@ -25,12 +25,19 @@ from flexgen_h2o.kernels.torch_ops import rotated_to
 from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import rope_tables
-from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
 from flexgen_h2o.storage.device import PAGE, round_up, typed
 from flexgen_h2o.storage.disk import AlignedRead, Extent
 from flexgen_h2o.storage.offload_dirs import OffloadDirs
 from flexgen_h2o.storage.run_folder import RunFolder
-from flexgen_h2o.storage.transfer import D2H, H2D, TransferQueue, Transfers
+from flexgen_h2o.storage.transfer import (
+    D2H,
+    H2D,
+    BackingStore,
+    BufferRing,
+    StagingBuffer,
+    TransferQueue,
+    Transfers,
+)
 
 BlockCache = KVCache | GroupedCache | AlternativeCache
 """The cache of a block. The others have the interface of `KVCache`."""

@@ -21,8 +21,8 @@ from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.storage.buffer_ring import BufferRing
 from flexgen_h2o.storage.device import PAGE, Device
+from flexgen_h2o.storage.transfer import BufferRing
 
 DISK, HOST = Placement(0, 0, 100), Placement(0, 100, 0)
 RECALL = H2OConfig(heavy_ratio=0.1, recall=True)

@@ -22,8 +22,8 @@ from flexgen_h2o import LLM
 from flexgen_h2o.cli import commands
 from flexgen_h2o.cli.entry_point import ALL_FAILED, StopRequest
 from flexgen_h2o.commands import batch
-from flexgen_h2o.commands.batch import job, progress
-from flexgen_h2o.commands.batch.progress import JobProgress
+from flexgen_h2o.commands.batch import job
+from flexgen_h2o.commands.batch.job import JobProgress
 from flexgen_h2o.errors import InsufficientMemory, NonFiniteLogits, UserError
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.requests import results
@@ -499,7 +499,7 @@ def progress_cannot_be_written(runs: Runs, patch: pytest.MonkeyPatch) -> None:
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    patch.setattr(progress, "open_atomic", full)
+    patch.setattr(job, "open_atomic", full)
 
 
 @pytest.mark.parametrize(("fault", "message"), [

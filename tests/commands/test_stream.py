@@ -18,7 +18,7 @@ from flexgen_h2o.commands import stream
 from flexgen_h2o.commands.stream import Printer
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import Turn
-from flexgen_h2o.streaming_session import StreamingSession
+from flexgen_h2o.sessions import StreamingSession
 
 LETTERS = "\n" + "".join(map(chr, [*range(32, 127), *range(224, 248)]))
 TEMPLATE = ("{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}"

@@ -18,9 +18,9 @@ from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.launch import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands import summarize
-from flexgen_h2o.commands.summarize import summaries
+from flexgen_h2o.commands.summarize import table
 from flexgen_h2o.commands.summarize import table as summary_table
-from flexgen_h2o.commands.summarize.summaries import Rouge
+from flexgen_h2o.commands.summarize.table import Rouge
 from flexgen_h2o.engine.detokenization import until
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import Article
@@ -62,8 +62,8 @@ def test_rouge_by_hand(summary, reference, rouges):
 
 
 def test_scores_by_hand():
-    rows = [dict.fromkeys(summaries.ROUGES, value) for value in (0.1, 0.2, 0.6)]
-    full = [dict.fromkeys(summaries.ROUGES, value) for value in (0.2, 0.3, 0.7)]
+    rows = [dict.fromkeys(table.ROUGES, value) for value in (0.1, 0.2, 0.6)]
+    full = [dict.fromkeys(table.ROUGES, value) for value in (0.2, 0.3, 0.7)]
     scores = summary_table.scores(rows, full)
     assert scores["rouge1"] == scores["rougeL"] == pytest.approx(0.3)
     assert 0.1 <= scores["rouge2_low"] < 0.3 < scores["rouge2_high"] <= 0.6
@@ -77,7 +77,7 @@ def test_scores_by_hand():
 
 def row(number: int, summary: str | None, new: int = 4) -> dict:
     """A row of `summaries`, of one that was too long if there is no summary."""
-    scored = (dict.fromkeys(summaries.ROUGES) if summary is None
+    scored = (dict.fromkeys(table.ROUGES) if summary is None
               else Rouge()(summary, f"text {number}"))
     return {"index": number, "summary": summary, **scored, "prompt_tokens": 10 * number,
             "generated_tokens": new, "finish_reason": "stop" if new < 5 else "length",

@@ -11,15 +11,15 @@ from flexgen_h2o.config.parallel import balance_layers
 from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.cost import estimate
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.pipeline import (
+from flexgen_h2o.planning.planned_run import PlannedRun
+from flexgen_h2o.planning.search import (
+    PlanRequest,
     estimate_pipeline,
     layer_seconds,
     predict_pipeline,
     rank_runs,
     search_pipeline,
 )
-from flexgen_h2o.planning.planned_run import PlannedRun
-from flexgen_h2o.planning.search import PlanRequest
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 HARDWARE = planning_cases.CPU

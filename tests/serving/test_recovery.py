@@ -20,10 +20,10 @@ from helpers.subprocesses import environment
 from flexgen_h2o import LLM
 from flexgen_h2o.commands import serve
 from flexgen_h2o.errors import NonFiniteLogits, UserError
-from flexgen_h2o.request_session import RequestSession
 from flexgen_h2o.requests.results import ResultsFile
 from flexgen_h2o.serving.api import Server
 from flexgen_h2o.serving.store import Batch, Counts, File, Store, StoreError, new_id
+from flexgen_h2o.sessions import RequestSession
 
 KILLER = """
 import json, os, random, signal, sys, threading, torch

@@ -13,9 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.metrics.trace import LinkStats, Trace
-from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
 from flexgen_h2o.storage.device import Device
-from flexgen_h2o.storage.transfer import D2H, H2D, QUEUES, Transfers
+from flexgen_h2o.storage.transfer import (
+    D2H,
+    H2D,
+    QUEUES,
+    BackingStore,
+    BufferRing,
+    StagingBuffer,
+    Transfers,
+)
 
 KEYS = frozenset(range(4))
 ACTS = ("load", "load_and_write_back", "take", "compute", "compute", "store", "release",

@@ -20,7 +20,7 @@ from flexgen_h2o.cli.launch import follow, joined, open_on_ranks
 from flexgen_h2o.cli.parser import check_outputs_writable
 from flexgen_h2o.cli.results import append_csv, check_results
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.commands.batch import data_parallel, ray_job
+from flexgen_h2o.commands.batch import data_parallel
 from flexgen_h2o.commands.batch.estimate import (
     InputStats,
     load_tokenizer,
@@ -29,8 +29,7 @@ from flexgen_h2o.commands.batch.estimate import (
     scan_input,
 )
 from flexgen_h2o.commands.batch.flags import RESUME_SETTINGS, BatchOptions, parse_args, parser
-from flexgen_h2o.commands.batch.job import Job
-from flexgen_h2o.commands.batch.progress import JobProgress, draw
+from flexgen_h2o.commands.batch.job import Job, JobProgress, draw
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.distributed.replicas import ReplicaRank, WindowQueue
 from flexgen_h2o.errors import UserError
@@ -76,7 +75,7 @@ def _run_job(options: BatchOptions, pipeline: Pipeline | None) -> int:
         stats = None
         if len(remaining) and options.ray:
             with report_partial(partial(_done, progress)), StopRequest(_announce_end) as stop:
-                ray_job.RayJob(source, options, results=results, errors=errors,
+                data_parallel.RayJob(source, options, results=results, errors=errors,
                                progress=progress).run(
                     remaining, lambda: stop.requested or progress.is_over(options.max_hours))
         elif len(remaining):

@@ -30,15 +30,15 @@ from flexgen_h2o.cli.parser import (
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import csv_flag, flag, from_csv_flag, plot_flag
 from flexgen_h2o.commands.summarize import table
-from flexgen_h2o.commands.summarize.summaries import (
+from flexgen_h2o.commands.summarize.table import (
     Rouge,
     Row,
     Score,
+    SummaryCache,
     check_rouge,
     check_rows,
     summarize,
 )
-from flexgen_h2o.commands.summarize.table import SummaryCache
 from flexgen_h2o.config.h2o import EVICTIONS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import Article, read_summary_tasks
