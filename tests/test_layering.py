@@ -48,13 +48,13 @@ TORCH = {"h2o.eviction", "h2o.key_smoothing", "h2o.policies", "h2o.recall", "h2o
          "distributed.pipeline"}
 """Modules that may import torch, beside `TORCH_PACKAGES`."""
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",
-         "storage.offload_dirs", "cache", "models", "models.model_config",
-         "models.shapes", "models.positions", "models.registry", "models.fields", "models.rope",
-         "models.decoder", "models.tensors", "models.families", "models.quantization",
-         "models.gguf.architectures", "models.gguf", "models.gguf.config", "models.gguf.header",
-         "models.gguf.rope", "engine", "engine.schedule", "engine.blocks", "distributed.heartbeat",
-         "engine.detokenization", "engine.slot_policy", "engine.expert_counts", "integrations",
-         "integrations.lm_eval", "integrations.lm_eval.arguments", "integrations.lm_eval.__main__"}
+         "storage.offload_dirs", "cache", "models", "models.model_config", "models.shapes",
+         "models.positions", "models.registry", "models.fields", "models.rope", "models.decoder",
+         "models.tensors", "models.families", "models.quantization", "models.gguf.architectures",
+         "models.gguf", "models.gguf.config", "models.gguf.header", "models.gguf.values", "engine",
+         "engine.schedule", "engine.blocks", "distributed.heartbeat", "engine.detokenization",
+         "engine.slot_policy", "engine.expert_counts", "integrations", "integrations.lm_eval",
+         "integrations.lm_eval.arguments", "integrations.lm_eval.__main__"}
 
 
 def short(name: str) -> str:

@@ -20,7 +20,7 @@ from flexgen_h2o.files import chat_template
 from flexgen_h2o.files.chat_template import ChatRenderer
 from flexgen_h2o.models import quantized
 from flexgen_h2o.models.gguf import conversion as gguf_conversion
-from flexgen_h2o.models.gguf import rope as gguf_rope
+from flexgen_h2o.models.gguf import values as gguf_values
 from flexgen_h2o.planning import memory_rows
 from flexgen_h2o.storage.disk import Disk
 
@@ -28,7 +28,7 @@ from flexgen_h2o.storage.disk import Disk
 own_attention = memory_rows._attention_scratch
 sparse_attention = memory_rows._sparse_attention_scratch
 run_dtype = loader._dtype
-LLAMA3_ROPE = gguf_rope.LLAMA3_ROPE
+LLAMA3_ROPE = gguf_values.LLAMA3_ROPE
 
 # Where a run can be made to fail, as "module:path" below the package.
 READ, WRITE = "storage.disk:Disk._read_chunk", "storage.disk:Disk._write_chunk"

@@ -14,25 +14,16 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.gguf import values
 from flexgen_h2o.models.gguf.header import Metadata
-from flexgen_h2o.models.gguf.rope import (
-    deepseek_rope,
-    gemma3_rope,
-    gemma4_rope,
-    layered_rope,
-    partial_rope,
-    phi3_rope,
-    rope,
-)
 
 Table = Mapping[str, str]
 Keys = Mapping[str, "str | tuple[str, float]"]
 """Keys of config.json to keys of a GGUF file, with the value for files without the key."""
 
 
-def _table(*tables: Mapping[str, Any], **more: Any) -> Mapping[str, Any]:
-    return MappingProxyType({name: value for table in (*tables, more)
+def _table(*tables: Mapping[str, Any], **others: Any) -> Mapping[str, Any]:
+    return MappingProxyType({name: value for table in (*tables, others)
                              for name, value in table.items()})
 
 
@@ -158,7 +149,7 @@ class Architecture:
         Constant entries of config.json. hidden_act is "silu" unless it is among them.
     biases : mapping
         Keys of config.json to names of tensors, any of which may have a bias.
-    more : callable (Metadata, head_dim) -> dict
+    extras : callable (Metadata, head_dim) -> dict
         Returns the other entries of config.json.
     rope : callable (Metadata, head_dim) -> dict
         Returns `rope_parameters` of config.json.
@@ -196,8 +187,8 @@ class Architecture:
     flags: Keys = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    more: Callable[[Metadata, int], dict[str, Any]] = lambda meta, head_dim: {}
-    rope: Callable[[Metadata, int], dict[str, Any]] = rope
+    extras: Callable[[Metadata, int], dict[str, Any]] = lambda meta, head_dim: {}
+    rope: Callable[[Metadata, int], dict[str, Any]] = values.rope
     interleaved: bool = False
     shifted: bool = False
     tiled_heads: bool = False
@@ -213,175 +204,6 @@ class Architecture:
         return frozenset({"exp_probs_b", "ffn_gate_inp"} if "exp_probs_b" in self.layer else ())
 
 
-def extra_layers(meta: Metadata) -> int:
-    """Return the layers for multi-token prediction, which are the last in a file."""
-    return meta.count("nextn_predict_layers", 0)
-
-
-def num_layers(meta: Metadata) -> int:
-    """Return the decoder layers without those for multi-token prediction."""
-    return meta.count("block_count", least=0) - extra_layers(meta)
-
-
-def biased(meta: Metadata, *names: str) -> bool:
-    """Return True if any layer has a bias of one of these names."""
-    return any(name.startswith("blk.") and name.endswith(".bias") and name.split(".")[2] in names
-               for name in meta.tensors)
-
-
-def _granite(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    return {"attention_multiplier": meta.number("attention.scale", head_dim**-0.5)}
-
-
-def _stablelm(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    return {"qk_layernorm": "blk.0.attn_q_norm.weight" in meta.tensors,
-            "use_parallel_residual": meta.flag("use_parallel_residual",
-                                               "blk.0.ffn_norm.weight" not in meta.tensors),
-            "partial_rotary_factor": meta.count("rope.dimension_count", head_dim) / head_dim}
-
-
-def _gpt_neox(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    return {"rotary_pct": meta.count("rope.dimension_count", head_dim) / head_dim}
-
-
-def _phi3(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    context = meta.count("context_length")
-    return {"sliding_window": meta.count("attention.sliding_window", 0) or None,
-            "original_max_position_embeddings": meta.count("rope.scaling.original_context_length",
-                                                           context),
-            "partial_rotary_factor": meta.count("rope.dimension_count", head_dim) / head_dim}
-
-
-def _alternating(period: int) -> Callable[[Metadata, int], dict[str, Any]]:
-    """Return a reader of the window and of the layer types.
-
-    Unless the file says otherwise, every `period`-th layer has full attention.
-    """
-    def read(meta: Metadata, head_dim: int) -> dict[str, Any]:
-        key, layers = "attention.sliding_window_pattern", num_layers(meta)
-        windows = meta.flags(key, layers)
-        if windows is None:
-            every = meta.count(key, period)
-            windows = tuple(layer % every < every - 1 for layer in range(layers))
-        return {"sliding_window": meta.count("attention.sliding_window"),
-                "layer_types": ["sliding_attention" if windowed else "full_attention"
-                                for windowed in windows]}
-
-    return read
-
-
-def _query_scale(meta: Metadata, head_dim: int, largest: int) -> int:
-    """Return the divisor of queries; the largest Gemma of a family has another than head_dim."""
-    if num_layers(meta) == largest:
-        return meta.count("embedding_length") // meta.count("attention.head_count")
-    return head_dim
-
-
-def _gemma2(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    return {**_alternating(2)(meta, head_dim),
-            "query_pre_attn_scalar": _query_scale(meta, head_dim, 46)}
-
-
-def _gemma3(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    cap = "final_logit_softcapping"
-    return {**_alternating(6)(meta, head_dim),
-            "query_pre_attn_scalar": _query_scale(meta, head_dim, 62),
-            cap: meta.number(cap) if meta.has(cap) else None}
-
-
-def _gemma4(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    if meta.count("expert_count", 0):
-        raise UserError(f"{meta.source}: GGUF files of Gemma 4's mixture are not supported; give "
-                        "the model's Hugging Face folder instead")
-    values, cap = _alternating(6)(meta, head_dim), "final_logit_softcapping"
-    types, key = values["layer_types"], "attention.head_count_kv"
-    local, full = (types.index(kind) if kind in types else 0
-                   for kind in ("sliding_attention", "full_attention"))
-    return {**values, cap: meta.number(cap) if meta.has(cap) else None,
-            "num_key_value_heads": meta.count(key, layer=local),
-            "num_global_key_value_heads": meta.count(key, layer=full),
-            "global_head_dim": meta.count("attention.key_length"),
-            "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in meta.tensors,
-            "hidden_size_per_layer_input": meta.count("embedding_length_per_layer_input", 0),
-            "num_kv_shared_layers": meta.count("attention.shared_kv_layers", 0)}
-
-
-def _exaone4(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    if meta.has("attention.sliding_window"):
-        return _alternating(4)(meta, head_dim)
-    return {"sliding_window": None,
-            "layer_types": ["full_attention"] * num_layers(meta)}
-
-
-def _expert_sizes(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """Return the experts' width, which older files have in their tensors only."""
-    shape = meta.tensor("blk.0.ffn_up_exps.weight").shape
-    return {"moe_intermediate_size": meta.count("expert_feed_forward_length", shape[-2])}
-
-
-def _qwen2_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    shared = meta.tensor("blk.0.ffn_up_shexp.weight").shape
-    return {**_expert_sizes(meta, head_dim), "shared_expert_intermediate_size":
-            meta.count("expert_shared_feed_forward_length", shared[0])}
-
-
-def _qwen35(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    interval = meta.count("full_attention_interval", 4)
-    return {"linear_value_head_dim":
-            meta.count("ssm.inner_size") // meta.count("ssm.time_step_rank"),
-            "layer_types": ["linear_attention" if (layer + 1) % interval else "full_attention"
-                            for layer in range(num_layers(meta))]}
-
-
-def _qwen35_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    return {**_qwen35(meta, head_dim), **_qwen2_moe(meta, head_dim)}
-
-
-def _glm4_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    return {"use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensors}
-
-
-def _llama4(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    return {"use_qk_norm": meta.count("expert_count") != 128}  # as llama.cpp has it
-
-
-def _deepseek2(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    if meta.has("attention.temperature_scale"):
-        raise UserError(f"{meta.source}: a scale of attention that depends on positions is not "
-                        f"supported of a {meta.architecture} model")
-    rank, groups, kept = "attention.q_lora_rank", {}, {160: 3, 256: 4}
-    experts = meta.count("expert_count")
-    if experts in kept and not meta.has("expert_group_count"):  # the large models in older files
-        groups = {"n_group": 8, "topk_group": kept[experts]}
-    # In older files keys and values are those of attention, not of its cache.
-    key, value = (meta.count(f"attention.{name}_length_mla", meta.count(f"attention.{name}_length"))
-                  for name in ("key", "value"))
-    return {**groups, "qk_nope_head_dim": key - head_dim, "v_head_dim": value,
-            "q_lora_rank": meta.count(rank) if meta.has(rank) else None,
-            "num_key_value_heads": meta.count("attention.head_count")}
-
-
-def _deepseek_v2(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    values = _deepseek2(meta, head_dim)
-    grouped = values.get("n_group", meta.count("expert_group_count", 1)) > 1
-    return {**values, "topk_method": "group_limited_greedy" if grouped else "greedy"}
-
-
-def _phimoe(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    return {"lm_head_bias": "output.bias" in meta.tensors,
-            "sliding_window": meta.count("attention.sliding_window", 0) or None}
-
-
-def _phimoe_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """Return `rope_parameters` of LongRoPE, whose attention factor has two names on the hub."""
-    parameters = phi3_rope(meta, head_dim)
-    if parameters["rope_type"] == "longrope":
-        del parameters["partial_rotary_factor"]
-        scale = meta.number("rope.scaling.attn_factor", 1.0)
-        parameters |= {"short_mscale": scale, "long_mscale": scale}
-    return parameters
-
-
 _NO_WINDOW: Mapping[str, Any] = {"use_sliding_window": False}
 _ALL_ROUTED: Mapping[str, Any] = {**_NO_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _GEMMA: Mapping[str, Any] = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
@@ -393,8 +215,8 @@ _OLMO2 = Architecture(
     "olmo2", "Olmo2ForCausalLM", biases=_ATTENTION_BIAS,
     layer=_without(_table(_SANDWICH, _QK_NORMS), "attn_norm", "ffn_norm"))
 _QWEN35 = Architecture(
-    "qwen3_5_text", "Qwen3_5ForCausalLM", counts=_table(_SIZES, _LINEAR), more=_qwen35,
-    biases=_ATTENTION_BIAS, rope=partial_rope, shifted=True, tiled_heads=True,
+    "qwen3_5_text", "Qwen3_5ForCausalLM", counts=_table(_SIZES, _LINEAR), extras=values.qwen35,
+    biases=_ATTENTION_BIAS, rope=values.partial_rope, shifted=True, tiled_heads=True,
     layer=_table(_HYBRID, _MLP))
 _COHERE = Architecture("cohere", "CohereForCausalLM",
                        numbers=_table(_NORM, logit_scale="logit_scale"),
@@ -405,24 +227,27 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", fixed=_NO_WINDOW),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", layer=_table(_DECODER, _QK_NORMS),
                           fixed=_NO_WINDOW, biases=_ATTENTION_BIAS),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM", more=_phi3, rope=phi3_rope,
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", extras=values.phi3, rope=values.phi3_rope,
                          layer=_table(_FUSED_ATTENTION, _FFN_NORM, _FUSED_MLP)),
     "gemma2": Architecture(
-        "gemma2", "Gemma2ForCausalLM", layer=_SANDWICH, fixed=_GEMMA, more=_gemma2, shifted=True,
+        "gemma2", "Gemma2ForCausalLM", layer=_SANDWICH, fixed=_GEMMA, extras=values.gemma2,
+        shifted=True,
         numbers=_table(_RMS, attn_logit_softcapping=("attn_logit_softcapping", 50.0),
                        final_logit_softcapping=("final_logit_softcapping", 30.0))),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", layer=_table(_SANDWICH, _QK_NORMS),
-                           fixed=_GEMMA, more=_gemma3, rope=gemma3_rope, shifted=True),
+                           fixed=_GEMMA, extras=values.gemma3,
+                           rope=values.gemma3_rope, shifted=True),
     "gemma4": Architecture(
-        "gemma4_text", "Gemma4ForCausalLM", fixed=_GEMMA, more=_gemma4, rope=gemma4_rope,
+        "gemma4_text", "Gemma4ForCausalLM", fixed=_GEMMA, extras=values.gemma4,
+        rope=values.gemma4_rope,
         layer=_table(_SANDWICH, _QK_NORMS, layer_output_scale="layer_scalar")),
     "olmo2": _OLMO2,
     "exaone4": replace(_OLMO2, model_type="exaone4", class_name="Exaone4ForCausalLM", biases={},
-                       more=_exaone4),
+                       extras=values.exaone4),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", biases=_BIASES, interleaved=True,
                             fixed={"no_rope_layer_interval": 4}),
     "glm4": Architecture(
-        "glm4", "Glm4ForCausalLM", biases=_ATTENTION_BIAS, rope=partial_rope,
+        "glm4", "Glm4ForCausalLM", biases=_ATTENTION_BIAS, rope=values.partial_rope,
         layer=_table(_ATTENTION, _FFN_NORM, _FUSED_MLP, post_ffw_norm="post_mlp_layernorm",
                      post_attention_norm="post_self_attn_layernorm")),
     "apertus": Architecture(
@@ -432,14 +257,14 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
                      ffn_norm="feedforward_layernorm")),
     "command-r": _COHERE,
     "cohere2": replace(_COHERE, model_type="cohere2", class_name="Cohere2ForCausalLM",
-                       more=_alternating(4)),
+                       extras=values.alternating(4)),
     "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM",
                              biases={"use_bias": (*_QKV, "attn_output", *_FFN)}),
     "granite": Architecture("granite", "GraniteForCausalLM", numbers=_GRANITE_NUMBERS,
-                            biases=_BIASES, more=_granite, interleaved=True),
+                            biases=_BIASES, extras=values.granite, interleaved=True),
     "stablelm": Architecture(
         "stablelm", "StableLmForCausalLM", numbers=_NORM, biases={"use_qkv_bias": _QKV},
-        more=_stablelm, rope=partial_rope,
+        extras=values.stablelm, rope=values.partial_rope,
         layer=_table(_DECODER, attn_q_norm="self_attn.q_layernorm.norms.{}",
                      attn_k_norm="self_attn.k_layernorm.norms.{}")),
     "seed_oss": Architecture(
@@ -448,8 +273,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
                 "mlp_bias": _FFN}),
     "gptneox": Architecture(
         "gpt_neox", "GPTNeoXForCausalLM", numbers=_NORM, fixed={"hidden_act": "gelu"},
-        flags={"use_parallel_residual": ("use_parallel_residual", True)}, more=_gpt_neox,
-        biases={"attention_bias": ("attn_qkv",)}, rope=partial_rope, fused_heads=True,
+        flags={"use_parallel_residual": ("use_parallel_residual", True)}, extras=values.gpt_neox,
+        biases={"attention_bias": ("attn_qkv",)}, rope=values.partial_rope, fused_heads=True,
         layers="gpt_neox.layers",
         outer=_table({"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm",
                       "output": "embed_out"}),
@@ -457,35 +282,36 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
                      attn_output="attention.dense", ffn_up="mlp.dense_h_to_4h",
                      ffn_down="mlp.dense_4h_to_h")),
     "qwen2moe": Architecture(
-        "qwen2_moe", "Qwen2MoeForCausalLM", counts=_ROUTED, more=_qwen2_moe,
+        "qwen2_moe", "Qwen2MoeForCausalLM", counts=_ROUTED, extras=values.qwen2_moe,
         fixed={**_ALL_ROUTED, "norm_topk_prob": False}, layer=_table(_MIXTURE, _GATED_EXPERT)),
     "qwen35": _QWEN35,
     "qwen35moe": replace(
         _QWEN35, model_type="qwen3_5_moe_text", class_name="Qwen3_5MoeForCausalLM",
-        counts=_table(_without(_ROUTED, "intermediate_size"), _LINEAR), more=_qwen35_moe,
+        counts=_table(_without(_ROUTED, "intermediate_size"), _LINEAR), extras=values.qwen35_moe,
         layer=_table(_HYBRID, _EXPERTS, _GATED_EXPERT)),
     "qwen3next": replace(
         _QWEN35, model_type="qwen3_next", class_name="Qwen3NextForCausalLM", tiled_heads=False,
         counts=_table(_ROUTED, _LINEAR), fixed={**_ALL_ROUTED, "norm_topk_prob": True},
-        more=_qwen35_moe, fused_delta_net="linear_attn.in_proj_qkvz",
+        extras=values.qwen35_moe, fused_delta_net="linear_attn.in_proj_qkvz",
         layer=_table(_HYBRID, _EXPERTS, _GATED_EXPERT, ssm_ba="linear_attn.in_proj_ba",
                      ssm_in="linear_attn.in_proj_qkvz")),  # in older files
     "qwen3moe": Architecture(
         "qwen3_moe", "Qwen3MoeForCausalLM", counts=_ROUTED, layer=_table(_MIXTURE, _QK_NORMS),
         fixed={**_ALL_ROUTED, "norm_topk_prob": True}, biases=_ATTENTION_BIAS,
-        more=_expert_sizes),
+        extras=values.expert_sizes),
     "olmoe": Architecture("olmoe", "OlmoeForCausalLM", counts=_ROUTED,
                           layer=_table(_MIXTURE, _QK_NORMS), biases=_ATTENTION_BIAS,
                           fixed={"norm_topk_prob": False}),
     "gpt-oss": Architecture(
-        "gpt_oss", "GptOssForCausalLM", counts=_NARROW, more=_alternating(2),
+        "gpt_oss", "GptOssForCausalLM", counts=_NARROW, extras=values.alternating(2),
         fused_experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
         fixed={"attention_bias": True, "swiglu_limit": 7.0},
         layer=_table(_ATTENTION, _POST_NORM, _EXPERTS, attn_sinks="self_attn.sinks",
                      ffn_gate_inp="mlp.router")),
     "glm4moe": Architecture(
         "glm4_moe", "Glm4MoeForCausalLM", counts=_GROUPED, numbers=_GROUPED_NUMBERS,
-        flags=_GROUPED_FLAGS, biases={"attention_bias": _QKV}, more=_glm4_moe, rope=partial_rope,
+        flags=_GROUPED_FLAGS, biases={"attention_bias": _QKV}, extras=values.glm4_moe,
+        rope=values.partial_rope,
         layer=_without(_table(_GROUPED_MIXTURE, _QK_NORMS, _POST_NORM, _NEXTN), "ffn_norm")),
     "dots1": Architecture(
         "dots1", "Dots1ForCausalLM", counts=_GROUPED, numbers=_GROUPED_NUMBERS,
@@ -493,11 +319,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
         layer=_table(_GROUPED_MIXTURE, _QK_NORMS)),
     "deepseek2": Architecture(
         "deepseek_v3", "DeepseekV3ForCausalLM", numbers=_GROUPED_NUMBERS, flags=_GROUPED_FLAGS,
-        biases={"attention_bias": _QKV}, more=_deepseek2, rope=deepseek_rope, layer=_LATENT,
+        biases={"attention_bias": _QKV}, extras=values.deepseek2, rope=values.deepseek_rope,
+        layer=_LATENT,
         counts=_table(_GROUPED, kv_lora_rank="attention.kv_lora_rank",
                       qk_rope_head_dim="rope.dimension_count")),
     "llama4": Architecture(
-        "llama4_text", "Llama4ForCausalLM", more=_llama4,
+        "llama4_text", "Llama4ForCausalLM", extras=values.llama4,
         counts=_table(_NARROW, intermediate_size_mlp="feed_forward_length",
                       interleave_moe_layer_step="interleave_moe_layer_step"),
         fixed={"attention_bias": False, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
@@ -506,7 +333,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
         layer=_table(_in_block(_table(_MIXTURE, _MLP, _SHARED_EXPERT), "feed_forward"),
                      ffn_gate_inp="feed_forward.router")),
     "afmoe": Architecture(
-        "afmoe", "AfmoeForCausalLM", biases=_ATTENTION_BIAS, more=_alternating(4),
+        "afmoe", "AfmoeForCausalLM", biases=_ATTENTION_BIAS, extras=values.alternating(4),
         counts=_table(_NARROW_ROUTED, num_dense_layers=("leading_dense_block_count", 0)),
         numbers=_table(_RMS, route_scale=("expert_weights_scale", 1.0)),
         fixed={"mup_enabled": True, "global_attn_every_n_layers": 4},
@@ -516,7 +343,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     "exaone-moe": Architecture(
         "exaone_moe", "ExaoneMoeForCausalLM", counts=_table(_NARROW_ROUTED, _GROUPS),
         numbers=_GROUPED_NUMBERS, flags=_GROUPED_FLAGS, biases={"attention_bias": _QKV},
-        more=_exaone4,
+        extras=values.exaone4,
         layer=_table(_GROUPED_MIXTURE, _QK_NORMS, exp_probs_b="mlp.e_score_correction_bias")),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", fixed={"use_bias": False},
@@ -528,18 +355,18 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
                       moe_layer_start_index=("leading_dense_block_count", 0)),
         layer=_table(_GROUPED_MIXTURE, exp_probs_b="mlp.moe_statics.e_score_correction_bias")),
     "minimax-m2": Architecture(
-        "minimax_m2", "MiniMaxM2ForCausalLM", rope=partial_rope, counts=_NARROW,
+        "minimax_m2", "MiniMaxM2ForCausalLM", rope=values.partial_rope, counts=_NARROW,
         layer=_table(_BLOCK_MIXTURE, _QK_NORMS,
                      exp_probs_b="block_sparse_moe.e_score_correction_bias")),
     "granitemoe": Architecture(
         "granitemoe", "GraniteMoeForCausalLM", counts=_LOCAL, numbers=_GRANITE_NUMBERS,
-        biases=_ATTENTION_BIAS, more=_granite, interleaved=True,
+        biases=_ATTENTION_BIAS, extras=values.granite, interleaved=True,
         fused_experts=("block_sparse_moe.input_linear.weight",
                        "block_sparse_moe.output_linear.weight"),
         layer=_table(_in_block(_MIXTURE, "block_sparse_moe"),
                      ffn_gate_inp="block_sparse_moe.router.layer")),
     "phimoe": Architecture("phimoe", "PhimoeForCausalLM", counts=_LOCAL, biases=_ATTENTION_BIAS,
-                           more=_phimoe, rope=_phimoe_rope, layer=_BLOCK_MIXTURE),
+                           extras=values.phimoe, rope=values.phimoe_rope, layer=_BLOCK_MIXTURE),
 })
 """By `general.architecture`."""
 
@@ -547,9 +374,9 @@ _MIXTRAL = replace(
     _LLAMA, model_type="mixtral", class_name="MixtralForCausalLM", biases={}, counts=_LOCAL,
     layer=_BLOCK_MIXTURE)
 _DEEPSEEK_V2 = replace(ARCHITECTURES["deepseek2"], model_type="deepseek_v2",
-                       class_name="DeepseekV2ForCausalLM", more=_deepseek_v2)
+                       class_name="DeepseekV2ForCausalLM", extras=values.deepseek_v2)
 _OLMO3 = replace(_OLMO2, model_type="olmo3", class_name="Olmo3ForCausalLM",
-                 more=_alternating(4), rope=layered_rope)
+                 extras=values.alternating(4), rope=values.layered_rope)
 
 
 def variant(meta: Metadata) -> Architecture | None:

@@ -27,12 +27,9 @@ from flexgen_h2o.models.gguf.architectures import (
     HEAD_MAPS,
     NEXTN_COPIES,
     Architecture,
-    extra_layers,
-    num_layers,
 )
 from flexgen_h2o.models.gguf.config import architecture_of, kv_heads
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, read_header
-from flexgen_h2o.models.gguf.rope import ROPE_TENSORS
 from flexgen_h2o.models.gguf.tensors import (
     FusedExperts,
     FusedRows,
@@ -41,6 +38,7 @@ from flexgen_h2o.models.gguf.tensors import (
     fused_experts,
     fused_rows,
 )
+from flexgen_h2o.models.gguf.values import ROPE_TENSORS, extra_layers, num_layers
 
 _F32 = BLOCK_TYPES[0]
 _MAX_TENSORS = 1 << 17  # mostly experts: the largest models have some ten thousand

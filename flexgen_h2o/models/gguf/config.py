@@ -15,11 +15,10 @@ from flexgen_h2o.models.gguf.architectures import (
     HEAD_MAPS,
     Architecture,
     Keys,
-    biased,
-    num_layers,
     variant,
 )
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, gguf_file
+from flexgen_h2o.models.gguf.values import biased, num_layers
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.quantization import quantization, weight_options
 
@@ -77,9 +76,9 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
     """
     meta, arch = architecture_of(header)
     head_dim = head_size(meta)
-    more = arch.more(meta, head_dim)
-    if "num_key_value_heads" not in more:
-        more["num_key_value_heads"] = kv_heads(meta)
+    extras = arch.extras(meta, head_dim)
+    if "num_key_value_heads" not in extras:
+        extras["num_key_value_heads"] = kv_heads(meta)
     config = {
         "architectures": [arch.class_name], "model_type": arch.model_type,
         "vocab_size": meta.tensor("token_embd.weight").shape[0],
@@ -89,7 +88,7 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
         "num_hidden_layers": num_layers(meta),
         "head_dim": head_dim,
         "rope_parameters": arch.rope(meta, head_dim),
-        "hidden_act": "silu", **arch.fixed, **more,
+        "hidden_act": "silu", **arch.fixed, **extras,
         **{key: biased(meta, *names) for key, names in arch.biases.items()},
         "bos_token_id": meta.token("bos"), "pad_token_id": meta.token("padding"),
         "eos_token_id": meta.token("eos")}
