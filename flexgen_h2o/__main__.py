@@ -1,4 +1,4 @@
-"""``python -m flexgen_h2o COMMAND``: what the script ``flexgen-h2o`` does."""
+"""``python -m flexgen_h2o COMMAND``, the same as the script ``flexgen-h2o``."""
 
 import sys
 

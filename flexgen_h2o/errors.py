@@ -17,7 +17,7 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 80
 
 
 class UserError(Exception):
-    """A problem that the user can fix, in one line: what is wrong and what to do.
+    """A problem that the user can fix, in one line: the problem, then the remedy.
 
     Commands print it to stderr as ``error: ...`` and exit with status 2. Text from files and
     libraries in the message is shortened to one line of printable characters.

@@ -458,7 +458,7 @@ class LLM(ExclusiveResource):
                 run = self._engine.begin_generation(message.prompts, message.params,
                                                     cut_gen_len=message.cut_gen_len)
             elif run is not None:
-                # The first rank gets this error too, and decides what to do.
+                # The first rank gets this error too, and handles it.
                 with contextlib.suppress(InsufficientMemory):
                     self._run_block(run)
 

@@ -266,7 +266,7 @@ class RequestSession(ExclusiveResource):
             weakref.WeakValueDictionary())
         self._has_text = engine.outputs.detokenizer is not None  # loaded before threads may race
         self._keys = count()
-        self._lock = threading.Lock()  # of what follows, which other threads change
+        self._lock = threading.Lock()  # of the attributes below, which other threads change
         self._added: list[tuple[Request, GenerationRules]] = []
         self._requests: dict[int, Request] = {}
         self._prompt_texts: dict[int, str | Sequence[int]] = {}
@@ -341,7 +341,7 @@ class RequestSession(ExclusiveResource):
     def interrupt(self) -> None:
         """Let the current block end with its next token, from any thread.
 
-        Its unfinished sequences go on in the next block, together with what has been added.
+        Its unfinished sequences go on in the next block, together with the added requests.
         """
         with self._lock:
             self._interrupted = True

@@ -154,7 +154,7 @@ class KeySampler(UncachedAttention):
                       sinks: Tensor | None) -> Tensor:
         """Attend within the whole prompt; see `PromptAttention.attend`."""
         # A key's content hardly depends on its position, but its rotation does. Keys of a short
-        # prompt, rotated to positions far apart, represent those of a long prompt.
+        # prompt, rotated to positions far apart, represent the keys of a long prompt.
         positions = torch.arange(len(k), device=k.device) * self._positions // len(k)
         unrotated = k.float(), q.float()
         rotated = (self._rotate(x.transpose(0, 1), positions[None], layer).transpose(0, 1)

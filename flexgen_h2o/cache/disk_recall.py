@@ -106,7 +106,7 @@ class DiskRecallTier(FetchedTier):
     @classmethod
     def recalled_file_bytes(cls, slot_layout: SlotLayout, sequences: int, capacity: Capacity,
                             hot_slots: Sequence[int]) -> int:
-        """Return the bytes of the file of such a tier; see `file_bytes`."""
+        """Return the bytes of the file of a tier with a hot set; see `file_bytes`."""
         unselected_slots = tuple(slots for slots, hot in zip(capacity.slots, hot_slots, strict=True)
                                  if not hot)
         pages = cls._page_layouts(slot_layout, capacity, hot_slots)
@@ -339,7 +339,7 @@ class DiskRecallTier(FetchedTier):
             ops.fetch_tokens, missing, slots, offset=extent.offset, layout=pages,
             read_buffer=self._read_buffer))
         page = self._read_buffer[: pages.page_bytes]
-        for head, token, slot in missing[:, done:].T.tolist():  # `read` raises what went wrong
+        for head, token, slot in missing[:, done:].T.tolist():  # `read` raises the error
             row = head * pages.head_pages + token // pages.page_tokens
             queue.disk.read([AlignedRead(extent.path, extent.offset + row * pages.page_bytes,
                                         pages.page_bytes, 0)], page)

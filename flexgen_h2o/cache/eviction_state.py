@@ -1,4 +1,4 @@
-"""What eviction knows of the slots of a block: states, step metadata, and their migration.
+"""The state of eviction in a block: states of slots, step metadata, and their migration.
 
 The block that follows continues some sequences: `copy_continued` and `write_continued` move their
 cache into it, one layer at a time.
@@ -172,7 +172,7 @@ kv_heads, tokens, width], and the tensors of its eviction state, [kv_heads, toke
 def copy_continued(layer: int, tiers: Sequence[CacheTier], batches: Sequence[BatchLayout], *,
                    states: Mapping[tuple[int, int], EvictionState], h2o: H2OConfig | None
                    ) -> ContinuedEntries:
-    """Copy what the last block holds of sequences that continue in `batches`, in a layer.
+    """Copy the entries of a layer of sequences that continue in `batches` from the last block.
 
     No transfer may be running. `states` are the last block's eviction states by (batch, first
     sequence of the tier).

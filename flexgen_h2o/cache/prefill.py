@@ -184,7 +184,7 @@ class PromptAttention:
 
     def _cut_and_cache(self, layer: int, batch: int, spans: Sequence[PromptSpan], k, v, scores
                        ) -> None:
-        """Cut whole prompts to their budgets, and put what stays into slots.
+        """Cut whole prompts to their budgets, and put the tokens that stay into slots.
 
         k and v are [rows, kv_heads, head_dim], scores [kv_heads, rows] or None. `spans` are the
         last spans of prompts of neighbouring sequences.

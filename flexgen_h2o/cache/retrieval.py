@@ -1,7 +1,7 @@
-"""KV retrieval: quantized key indices by which new tokens select what they attend to.
+"""KV retrieval: quantized key indices by which new tokens select the tokens they attend to.
 
-See `h2o.recall`. The cache keeps every token. An index is where attention runs, whatever the
-cache's tier, and follows the keys that are put into slots.
+See `h2o.recall`. The cache keeps every token. An index is in the memory where attention
+runs, for a cache on any tier, and follows the keys that are put into slots.
 """
 
 from __future__ import annotations

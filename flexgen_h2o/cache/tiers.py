@@ -1,9 +1,8 @@
 """The bytes of a cache on its tiers: slots that are used in place, or fetched before use.
 
 A `CacheTier` holds the sequences of every GPU batch that live on one tier. It moves whole slots and
-does not look into them. `ResidentTier` and `FetchedTier` are here. Those of which decode steps
-fetch only the tokens that they attend to are in `hot_set` (host memory beside a GPU) and
-`disk_recall`.
+does not look into them. `ResidentTier` and `FetchedTier` are here. Tiers whose decode
+steps fetch only selected tokens are in `hot_set` (host memory beside a GPU) and `disk_recall`.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ class CacheTier:
         return torch.device("cpu") if self.on_host else device
 
     def begin(self, layer: int, sizes: Sequence[tuple[int, int]]) -> None:
-        """Start a layer of a block, and forget what is cached there; no transfer may be running.
+        """Start a layer of a block, and forget its cached tokens; no transfer may be running.
 
         `sizes` are the sequences of each batch, and the slots of each sequence.
         """
@@ -135,10 +134,10 @@ class CacheTier:
             self._sizes[layer, batch] = max(0, min(self.last, count) - self.first), slots
 
     def reset(self) -> None:
-        """Wait for running transfers and discard what is cached, and their errors."""
+        """Wait for running transfers, and discard the cached tokens and errors."""
 
     def synchronize(self) -> None:
-        """Wait for running transfers and keep what is cached. Raise their errors."""
+        """Wait for running transfers and keep the cached tokens. Raise their errors."""
 
     def sequences(self, batch: int) -> slice:
         """Return the sequences of a batch that live here."""
@@ -292,7 +291,7 @@ class FetchedTier(CacheTier):
 
     Each (layer, batch) has a backing store and comes to one of a few staging buffers. A decode
     step writes back only the slots that it changed. On disk these are too small to be written one
-    by one: updates wait in memory (`WriteBackLog`) and are applied to what was read, and every
+    by one: updates wait in memory (`WriteBackLog`) and are applied to read slots, and every
     `WRITE_BACK_TOKENS` tokens the whole store is written. A store whose cache grows has as many
     slots as it needs, and up to `CACHE_GROWTH` more, so that empty slots are not transferred.
 

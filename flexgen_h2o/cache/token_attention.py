@@ -305,7 +305,7 @@ class TokenAttention:
 
 @dataclass(frozen=True)
 class _DraftedToken:
-    """What one drafted token has overwritten."""
+    """The content that one drafted token has overwritten."""
 
     position: int
     slots: SlotUpdate  # that it took, with their contents before
@@ -328,7 +328,7 @@ class _DraftJournal:
 
     def attend(self, key: _TierKey, position: int, cache: Tensor, state: EvictionState,
                attend: Callable[..., tuple[Tensor, Tensor]], *qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``attend(*qkv)`` of a drafted token at a position, and record what it overwrites.
+        """Return ``attend(*qkv)`` of a drafted token at a position, and record changed content.
 
         Call it for all drafted tokens of one key before the next key. `attend` computes the
         attention of a token, caches the token in `cache` [kinds, sequences, kv_heads, slots,

@@ -191,14 +191,14 @@ def flag_fields(options: type) -> list[Field[Any]]:
     return [spec for spec in fields(options) if "type" in spec.metadata]
 
 
-def command_flags(own: type | None = None, *, groups: Collection[str] = (),
+def command_flags(options: type | None = None, *, groups: Collection[str] = (),
                   names: Collection[str] = (), without: Collection[str] = (),
                   **changes: Mapping[str, object]) -> list[Field[Any]]:
     """Return the flags of a command: some of `generate`'s, and its own.
 
     Parameters
     ----------
-    own : type, optional
+    options : type, optional
         Dataclass of the command's own flags.
     groups, names, without : collection of str
         Groups and names of `generate`'s flags, beside `model`, and names to leave out.
@@ -209,7 +209,8 @@ def command_flags(own: type | None = None, *, groups: Collection[str] = (),
              else spec for spec in fields(RunConfig)
              if (spec.metadata["group"] in groups or spec.name in ("model", *names))
              and spec.name not in without}
-    return [*(specs | {spec.name: spec for spec in (flag_fields(own) if own else ())}).values()]
+    return [*(specs | {
+        spec.name: spec for spec in (flag_fields(options) if options else ())}).values()]
 
 
 def build_parser(
@@ -266,9 +267,9 @@ def parse(argv: Sequence[str] | None, parser: Parser, options: type
     of a wrong type.
     """
     shared = given_flags(parser, argv)
-    own = {spec.name: shared.pop(spec.name) for spec in flag_fields(options)
-           if spec.name in shared}
-    return own, shared
+    values = {spec.name: shared.pop(spec.name) for spec in flag_fields(options)
+              if spec.name in shared}
+    return values, shared
 
 
 ENGINE = ("path", "device", "dtype", "percent", "weight_bits", "activation_bits",

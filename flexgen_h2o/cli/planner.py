@@ -293,7 +293,7 @@ def _check_model(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> Non
 
 
 def _written_bits(config: RunConfig) -> frozenset[int | str]:
-    """Return the weight bits that no file has: the disk tier has to write such weights."""
+    """Return the weight bits that no file has: the disk tier has to write these weights."""
     if isinstance(config.offload_dir, tuple):  # all weights are spread over the folders
         return frozenset((AUTO, *WEIGHT_BITS))
     if config.path == DUMMY:

@@ -102,16 +102,16 @@ class RequestOptions:
                         self.temperature, self.run.seed, self.request_fields)
 
 
-def request_flags(options: type, *, more: Collection[str] = (), without: Collection[str] = (),
+def request_flags(options: type, *, extra: Collection[str] = (), without: Collection[str] = (),
                   **changes: Mapping[str, object]) -> list[Field]:
     """Return the fields of all flags of a command: its options, and the flags of `generate`.
 
-    `options`: a subclass of `RequestOptions`. `more` and `without`: flags of `generate` that the
-    command has beside the shared ones, or has not. `**changes`: rules of `generate`'s flags that
+    `options`: a subclass of `RequestOptions`. `extra` and `without`: flags of `generate` that the
+    command has beside the shared ones, or lacks. `**changes`: rules of `generate`'s flags that
     differ here.
     """
     specs = command_flags(
-        options, groups=_SHARED_GROUPS, names={*_SHARED, *more}, without={*UNSUPPORTED, *without},
+        options, groups=_SHARED_GROUPS, names={*_SHARED, *extra}, without={*UNSUPPORTED, *without},
         gen_len={"help": "maximum number of new tokens of requests without max_tokens"},
         seed={"help": "seed of random weights; with its id, the seed of a request without one"},
         **changes)

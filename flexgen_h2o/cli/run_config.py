@@ -127,7 +127,7 @@ class RunConfig(RunFlags):
             raise UserError("--hardware describes another machine: add --plan-only")
 
     def _ineffective_flags(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield (flag, whether it is given without effect, reason) of all such flags."""
+        """Yield flags that may have no effect: (flag, whether it is given without one, reason)."""
         fixed = self.percent != AUTO
         yield "--goal", fixed and self.goal != GOALS[0], "on a fixed policy: add --percent auto"
         yield ("--allow-compression", fixed and self.allow_compression,

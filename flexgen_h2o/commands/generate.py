@@ -126,7 +126,7 @@ class _Printer:
     """Prints texts as their tokens come: `on_text` of `LLM.generate`.
 
     The sequences of a block come in turns. One of them is printed until it ends, then the others
-    that have begun, by their index. It prints what `_show_outputs` prints.
+    that have begun, by their index. It prints the same as `_show_outputs`.
     """
 
     def __init__(self, prompts: Sequence[str]):

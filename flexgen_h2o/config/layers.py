@@ -60,8 +60,8 @@ class KVHeads:
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
-    Keys and values of all heads are linear maps of one latent per token. The maps of keys are
-    absorbed by the queries, and those of values by the output: the cache has one KV head, whose key
+    Keys and values of all heads are linear maps of one latent per token. The queries
+    absorb the maps of keys, and the output the maps of values: the cache has one KV head, whose key
     is the rotated key that all heads share and then the latent. The latent is also the value.
     """
 

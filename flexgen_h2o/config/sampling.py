@@ -264,7 +264,7 @@ class SamplingParams:
         Parameters
         ----------
         defaults : mapping
-            The model's defaults by parameter name; those of sampling apply if `do_sample` is set.
+            The model's defaults by parameter name. Sampling needs `do_sample`.
         """
         values = {name: value for name, value in {**_NEUTRAL, **defaults}.items()
                   if getattr(self, name) is None}

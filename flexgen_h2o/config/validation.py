@@ -2,7 +2,7 @@
 
 A type is bool, int, float or str, one of them with bounds (``Annotated[int, Meta(ge=1)]``), a
 ``Literal``, a list or mapping of types, or a subclass of `StrictStruct`; ``| None`` may follow. An
-error is one line that names the value and what is expected.
+error is one line that names the value and the expected values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Control messages from the first rank of a pipeline to the others: what to load and to run.
+"""Control messages from the first rank of a pipeline to the others, which load and run the same.
 
 Only the first rank has prompts and returns outputs. The other ranks follow its messages, which are
 JSON. With a single rank nothing is sent.

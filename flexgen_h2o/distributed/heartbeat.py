@@ -56,7 +56,7 @@ class TimeoutStore:
     """Distributed key-value store whose calls raise `StoreTimeout`.
 
     Calls of torch.distributed's stores block without end when the host of the store is stopped or
-    cut off, whatever their own timeout. After one timeout all further calls fail at once.
+    cut off, in spite of their own timeout. After one timeout all further calls fail at once.
 
     Parameters
     ----------

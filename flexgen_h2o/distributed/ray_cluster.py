@@ -35,7 +35,7 @@ from flexgen_h2o.storage.free_memory import free_memory
 
 _TIMEOUT = 10.0  # seconds for a cluster to answer, and for its processes to end
 
-_OBJECT_STORE_BYTES = 128 << 20  # of a cluster that we start; what does not fit goes to disk
+_OBJECT_STORE_BYTES = 128 << 20  # of a cluster that we start; objects that do not fit go to disk
 
 _MAX_RETRIES = 3
 """Restarts of a replica and retries of a batch. Ray's default is unlimited, so that a replica that

@@ -93,8 +93,8 @@ class GPUBatch:
         Drafted tokens that the next decode step verifies, after the newest token of the only
         sequence.
     hidden : Tensor [rows, hidden] or None
-        What a layer for multi-token prediction joins to the embeddings of a prefill in one
-        forward pass: see `Decoder.join_hidden`.
+        Hidden states that a layer for multi-token prediction joins to the embeddings of a prefill
+        in one forward pass: see `Decoder.join_hidden`.
     """
 
     def __init__(self, index: int, requests: Sequence[Request], layout: BatchLayout, *,
@@ -427,7 +427,7 @@ class OpenQueue(BlockQueue):
     max_len : int
         Maximum number of tokens of a prompt and its continuation.
     size : BlockSize
-        Blocks may have this size whatever the number of requests.
+        Blocks may have this size for any number of requests.
     """
 
     def __init__(self, max_len: int, size: BlockSize):

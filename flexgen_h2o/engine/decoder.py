@@ -127,7 +127,7 @@ class DecoderLayers:
             self._experts.begin(batches, groups)
 
     def set_positions(self, action: Action, positions: torch.Tensor) -> None:
-        """Prepare a batch's rows: RoPE tables, and what replayed calls read and roll back.
+        """Prepare a batch's rows: RoPE tables, and inputs and rollbacks of replayed calls.
 
         `positions` is int64 [rows], on the host.
         """
@@ -324,7 +324,7 @@ class DecoderLayers:
         tables, token = self._rope_tables(action), batch.token(action.forward_pass)
         attended = []
         for row in range(len(x)):  # each evicts before the next one attends
-            q, k, v = (each[row : row + 1] for each in qkv)
+            q, k, v = (heads[row : row + 1] for heads in qkv)
             rope = None if tables is None else (tables[0][row : row + 1], tables[1][row : row + 1])
             attended.append(self._cache.attend_token(
                 self._cache_layer(action), action.batch, q, k, v, token=token + row, rope=rope,

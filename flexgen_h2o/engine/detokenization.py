@@ -106,7 +106,7 @@ class IncrementalDetokenizer:
 
 
 def _part_of_character(name: str | None) -> bytes | None:
-    """Return the bytes of a token from its name in the vocabulary; None if it has no such name."""
+    """Return the bytes of a token from its name in the vocabulary; None if it has none."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     if name is None:

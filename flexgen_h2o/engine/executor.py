@@ -251,7 +251,7 @@ class Executor:
             self._values[action.batch] = torch.cat(values)
 
     def _inform(self, drafter: Drafter, action: Action, batch: GPUBatch) -> None:
-        """Let a drafter read what a forward pass has computed."""
+        """Let a drafter read the results of a forward pass."""
         request, = batch.requests
         if request.finish_reason:
             drafter.forget(request)

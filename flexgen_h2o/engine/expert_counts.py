@@ -26,7 +26,7 @@ MIN_TOKENS = 256
 """Counts of fewer tokens in all are not kept: they say little."""
 
 MAX_TOKENS = 1 << 20
-"""Counts of more tokens are halved, so that they follow what a model is used for."""
+"""Counts of more tokens are halved, so that they follow changes of the texts."""
 
 _MAX_BYTES = 16 << 20
 

@@ -147,7 +147,7 @@ class GenerationRun:
             self.close()
 
     def restart(self, requests: Sequence[Request]) -> None:
-        """Discard what requests have generated."""
+        """Discard the generated tokens of requests."""
         for request in requests:
             request.restart()
             self.consumer.restart(request)

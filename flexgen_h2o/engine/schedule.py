@@ -27,7 +27,7 @@ from flexgen_h2o.config.parallel import Stage, split_batches
 
 
 class Op(Enum):
-    """What an action does."""
+    """The kind of an action."""
 
     LOAD_WEIGHTS = auto()
     RELEASE_WEIGHTS = auto()
@@ -138,8 +138,8 @@ def _actions(order: _ComputeOrder) -> Iterator[Action]:
         if loads_hidden_early:
             yield from order.load_hidden(following)
         # If attention starts one compute early, its cache is loaded one compute earlier too, unless
-        # the current compute still needs its own cache: there are CACHE_BUFFERS buffers. What the
-        # previous forward pass has not stored yet cannot be loaded.
+        # the current compute still needs its own cache: there are CACHE_BUFFERS buffers. A
+        # cache that the previous forward pass has not stored yet cannot be loaded.
         sooner = early and (order.starts_early(number) or not order.attends(current))
         load_end = min(number + (2 + sooner if overlap else 0), number + order.period - 1)
         for ahead in range(loaded, load_end + 1):

@@ -233,7 +233,7 @@ class ModelSource:
 
     @property
     def _variant(self) -> str:
-        """What tells quantized copies of the same files and format apart."""
+        """Part of the key of quantized copies, beside the files and the format."""
         return "mtp" if self.config.first_layer else self.calibration
 
     @property

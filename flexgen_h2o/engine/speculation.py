@@ -70,7 +70,7 @@ class _NgramIndex:
 
 
 class NgramDrafter:
-    """Drafts what followed the newest tokens the last time (prompt lookup)."""
+    """Drafts the continuation of the newest tokens at their last occurrence (prompt lookup)."""
 
     def __init__(self) -> None:
         self._indices: dict[int, _NgramIndex] = {}
@@ -117,8 +117,8 @@ class DraftAutotune:
     A drafted token takes time to draft and to verify, and an accepted one saves a decode step. The
     balance is kept as a credit in seconds, to which each decode step adds `LOSS_SHARE` of its time.
     A step drafts as many tokens as the credit pays for if none is accepted. So drafts are long
-    where they are accepted or cost nothing, as with weights on disk, and rare elsewhere. What is
-    learned of one block is kept for the next.
+    where they are accepted or cost nothing, as with weights on disk, and rare elsewhere. The
+    measurements of one block are kept for the next.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ class DraftAutotune:
         self._plain.clear()
 
     def record_prefill(self, seconds: float, *, sequences: int, rows: int) -> None:
-        """Add a forward pass of prompts. It shows what several rows cost before any draft does."""
+        """Add a forward pass of prompts. It shows the cost of several rows before any draft."""
         if rows > _SHORTEST_DRAFT * sequences:
             self._verified.append((seconds, sequences, rows - sequences))
 

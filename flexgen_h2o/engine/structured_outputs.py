@@ -70,7 +70,7 @@ class GrammarCompiler:
 
 @dataclass
 class _State:
-    """The parser of a request, after `count` of its tokens, and what may come next."""
+    """The parser of a request, after `count` of its tokens, and the allowed next tokens."""
 
     matcher: Any
     count: int = 0

@@ -121,10 +121,10 @@ class InputProcessor:
         if None in vocabularies:
             same = self.vocab_size == other.vocab_size
         else:
-            fewer, more = sorted(vocabularies, key=len)
-            same = fewer.items() <= more.items()
+            smaller, larger = sorted(vocabularies, key=len)
+            same = smaller.items() <= larger.items()
         if not same:
-            raise UserError(f"the tokens of draft_model {other.name} are not those of "
+            raise UserError(f"the tokens of draft_model {other.name} differ from the tokens of "
                             f"{self.name}: choose a model with the same tokenizer")
 
     def windows(self, text: str, name: str, *, count: int, length: int) -> list[list[int]]:
@@ -336,7 +336,7 @@ def _is_sentencepiece(folder: Path) -> bool:
 
 
 def _plain_config(folder: Path) -> PreTrainedConfig | None:
-    """Return a plain config with what AutoTokenizer needs.
+    """Return a plain config with the values that AutoTokenizer needs.
 
     Configs of model families import torch._dynamo: 160 MB that inference does not need. None if
     only the family's config names the class of the tokenizer.

@@ -22,7 +22,7 @@ from typing import Any
 from flexgen_h2o.errors import UserError, short_repr
 
 SECONDS = 10.0
-"""Time limit of one chat: thousands of times what published templates take."""
+"""Time limit of one chat: thousands of times the duration of published templates."""
 
 _RESERVED_PARAMETERS = (
     "chat_template", "conversation", "conversations", "max_length", "messages", "padding",
@@ -142,7 +142,7 @@ class ChatRenderer:
         self.close()
 
     def _answer(self, request: bytes) -> dict[str, str] | None:
-        """Return the answer of the process; None if it ended, such as by its time limit."""
+        """Return the answer of the process; None if it ended, for example by its time limit."""
         worker = self.start()
         assert worker.stdin is not None and worker.stdout is not None
         try:

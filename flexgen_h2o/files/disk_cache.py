@@ -156,7 +156,7 @@ chosen experts."""
 
 _MAX_PLACES = 32  # of sources that a copy remembers
 _SOURCE, _USED = ".source", ".used"
-"""Files of an entry: what it was made from; the time of its last use, and the lock of its users."""
+"""Files of an entry: the source files; the time of its last use, and the lock of its users."""
 
 _log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class CacheFolder:
 
     root: Path
     advice: str
-    """What to do if it cannot be written, for error messages: continues "free some or ..."."""
+    """The remedy if it cannot be written, for error messages: continues "free some or ..."."""
 
 
 def build_once(

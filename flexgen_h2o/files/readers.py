@@ -45,9 +45,9 @@ def pread_all(descriptor: int, nbytes: int, offset: int) -> bytes:
     One call of `os.pread` may return less, for example on a network file system.
     """
     data = os.pread(descriptor, nbytes, offset)
-    while len(data) < nbytes and (more := os.pread(descriptor, nbytes - len(data),
+    while len(data) < nbytes and (part := os.pread(descriptor, nbytes - len(data),
                                                    offset + len(data))):
-        data += more
+        data += part
     return data
 
 

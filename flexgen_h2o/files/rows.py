@@ -118,7 +118,7 @@ class JsonlWriter(PartialFile):
 
 @contextmanager
 def report_partial(done: Callable[[], str]) -> Iterator[None]:
-    """Add what is `done`, if it is not empty, to the error of a run that stops early."""
+    """Add the text of `done`, unless empty, to the error of a run that stops early."""
     try:
         yield
     except (UserError, KeyboardInterrupt) as error:

@@ -111,7 +111,7 @@ class KeySmoothing:
 
     @cached_property
     def queries(self) -> BasisChange:
-        """The map of the queries that read such keys."""
+        """The map of the queries that read these keys."""
         return BasisChange(self.scale, mean=self.mean)
 
     def to(self, device: torch.device) -> KeySmoothing:

@@ -127,7 +127,7 @@ def _has_kernels(device: str) -> bool:
 
 
 def _has_custom_policy(state: EvictionState | None) -> bool:
-    """Return True if a user's policy, which the kernels do not know, chooses what to evict."""
+    """Return True if a user's policy, which the kernels do not know, selects the victims."""
     if state is None or state.eviction.policy is None:
         return False
     _log_custom_policy(state.eviction.policy.name)
@@ -472,8 +472,8 @@ def quantized_implementation(x: Tensor, matrix: QuantizedMatrix) -> str:
 def _unpacked_matmul(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,
                       add: bool) -> None:
     """Compute `linear_quantized` with PyTorch's matmul, in slices of outputs that stay in cache."""
-    # oneDNN with AMX reads past the end of a row and multiplies what it finds by 0: NaN if it is
-    # NaN. Contiguous rows have only numbers there.
+    # oneDNN with AMX reads past the end of a row and multiplies the values there by 0, which
+    # gives NaN for NaN. Contiguous rows have only numbers there.
     x = x.contiguous()
     every = torch.arange(len(matrix))
     for rows, part in zip(every.split(UNPACKED_OUTPUTS), out.split(UNPACKED_OUTPUTS, dim=1),

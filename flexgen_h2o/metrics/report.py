@@ -26,7 +26,7 @@ _UNITS = (("GB", GB), ("MB", 1e6), ("KB", 1e3))
 
 def format_bytes(*nbytes: int) -> list[str]:
     """Format sizes in GB, MB, KB or bytes, with enough digits that different sizes differ."""
-    for digits in range(1, 10):  # nine are bytes, whatever the unit
+    for digits in range(1, 10):  # nine are bytes in any unit
         texts = [_size(count, digits) for count in nbytes]
         if len(set(texts)) == len(set(nbytes)):
             break
@@ -182,7 +182,7 @@ class PhaseTime:
     tracks: dict[str, TrackTime]
 
     def bound(self) -> str:
-        """Return what bounds the phase, the busiest track or ``idle``, with its share."""
+        """Return the bottleneck of the phase, a track or ``idle``, with its share."""
         busy = {track: time.busy for track, time in self.tracks.items()} | {"idle": self.idle}
         name = max(busy, key=busy.__getitem__)
         return f"{self.name} {name} ({_share(busy[name], self.wall)})"
@@ -221,7 +221,7 @@ def _phase(name: str, spans: Spans, busy: dict[str, list[Interval]]) -> PhaseTim
 
 
 def breakdown_table(spans: Spans) -> str:
-    """Format the phases and tracks of a trace as a table, with what bounds each phase last."""
+    """Format the phases and tracks of a trace as a table with the bottleneck of each phase."""
     rows = [phase for phase in phases(spans) if phase.wall > 0]
     if not rows:
         return "breakdown: nothing was computed"

@@ -66,7 +66,7 @@ class RunStats:
     recall_prefetches : int
         Tokens read by speculative prefetch, needed or not.
     recall_wait_seconds : float
-        Seconds that compute waited for such reads.
+        Seconds that compute waited for these reads.
     """
 
     model: str

@@ -351,7 +351,7 @@ class StackedCheckpoint(Checkpoint):
     def _region(self, name: str, view_rows: range | None) -> _Region:
         """Return the position of some rows of a view's tensor; None: of all rows.
 
-        Raise `UserError` if the tensor has no such part.
+        Raise `UserError` if the tensor lacks the part.
         """
         view = self._views[name]
         stored = self._inner.info(view.tensor).shape

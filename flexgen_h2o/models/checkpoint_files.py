@@ -97,7 +97,7 @@ class BinCheckpoint(Checkpoint):
     Parameters
     ----------
     folder : Path or str
-        A folder with `pytorch_model.bin` or `pytorch_model.bin.index.json`, or such a file.
+        A folder with `pytorch_model.bin` or `pytorch_model.bin.index.json`, or one of these files.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 """The decoder that model families share: norms, attention projections, gated MLP, tensor tables.
 
-`Decoder` derives what a layer computes from the short names of its tensors:
+`Decoder` derives the computation of a layer from the short names of its tensors:
 
 - "q", "k", "v" or the fused "qkv", and "out": projections of attention,
 - "out_gate": attention's output is multiplied by the sigmoid of this projection,
@@ -10,7 +10,7 @@
 - "q_norm0", "k_norm0" and so on: layer norms without bias, one for each head,
 - "enorm", "hnorm" and "eh_proj": inputs of a layer for multi-token prediction.
 
-A matrix "x" has the bias "x_bias" if there is such a tensor. A norm with a bias is a layer norm,
+A matrix "x" has the bias "x_bias" if there is one. A norm with a bias is a layer norm,
 one without is an RMS norm (with `ModelConfig.layer_norm` a layer norm). torch is imported with the
 first logits: the memory plan reads sizes only.
 """
@@ -50,7 +50,7 @@ class Decoder:
     ----------
     DEFAULTS : mapping of str to mapping
         By model type, the values that transformers assumes for keys missing in config.json, where
-        they are not those of `fields.LLAMA`.
+        they differ from `fields.LLAMA`.
     prefixes : tuple of (str, str)
         Pairs (canonical, other) of prefixes of tensor names in checkpoints.
     embedding, final_norm, output, layers : str
@@ -150,7 +150,7 @@ class Decoder:
             norm, f"{prefix}{name}", cfg.hidden_size, self.norm_bias).items()}
 
     def attention_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
-        """Return the attention of one layer, or what replaces it."""
+        """Return the tensors of attention in one layer, or of its replacement."""
         return {**attention_specs(cfg, prefix), **self.qk_norm_specs(cfg, prefix)}
 
     def qk_norm_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
@@ -405,7 +405,7 @@ def add_linear_(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, source: Te
 
 def normed(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor,
            ops: Operations) -> Tensor:
-    """Return the norm of x [rows, hidden] in a buffer; x itself if there is no such norm."""
+    """Return the norm of x [rows, hidden] in a buffer; x itself without a norm."""
     if name not in w:
         return x
     return norm(cfg, w, name, x, ops, out=ops.get("normed", tuple(x.shape), x.dtype))

@@ -225,8 +225,8 @@ def xielu_(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> None:
 def sort_pairs_(x: Tensor, width: int) -> None:
     """Sort the first `width` dimensions of x [rows, heads, head_dim]: even ones, then odd ones.
 
-    Rotary embeddings of pairs (2i, 2i + 1) become those of pairs (i, i + width / 2). Products of
-    queries with keys stay the same.
+    Rotary embeddings of pairs (2i, 2i + 1) become rotary embeddings of pairs (i, i + width / 2).
+    Products of queries with keys stay the same.
     """
     part = x[..., :width]
     _into(part, lambda heads: torch.cat((heads[..., ::2], heads[..., 1::2]), dim=-1), part)

@@ -36,7 +36,7 @@ class MixtureDecoder(Decoder):
 
     The first half of a layer with experts has the norm "router_norm", if there is one, and the
     router "router". The second half has the shared expert and the norm "post2" of the output, if
-    there are such.
+    it has them.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class MixtureDecoder(Decoder):
     def router_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
         """Return the router of a layer.
 
-        With a correction it is in float32 whatever the run's dtype, as in transformers.
+        With a correction it is always in float32, as in transformers.
         """
         count, block = cfg.experts.count, f"{prefix}{self.block}."
         specs = {"router": TensorSpec(f"{block}{self.router}.weight", (count, cfg.hidden_size),
@@ -228,7 +228,7 @@ def read_experts(f: Fields, *, width: str = "moe_intermediate_size",
     shared_experts : str
         The key of the number of shared experts, each as wide as the others.
     shared_ffn_size : int
-        Width of the shared expert if there is no such key; 0: there is none.
+        Width of the shared expert if there is no key for it; 0: there is none.
 
     Raises
     ------
@@ -292,7 +292,7 @@ def read_leading_dense(f: Fields) -> tuple[bool, ...]:
 def read_dense_layers(f: Fields) -> tuple[bool, ...]:
     """Return, for each layer of Qwen's mixtures, whether it has an MLP and no experts.
 
-    mlp_only_layers lists such layers; of each `decoder_sparse_step` layers only the last has
+    mlp_only_layers lists layers with an MLP; of each `decoder_sparse_step` layers only the last has
     experts.
     """
     value = f.raw("mlp_only_layers") or []

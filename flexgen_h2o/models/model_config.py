@@ -108,7 +108,7 @@ class ModelConfig:
     latent : LatentConfig or None
         Multi-head latent attention: `num_kv_heads` is 1, and `head_dim` the width of a cached key.
     recurrent : RecurrentConfig or None
-        What recurrent layers have in place of attention.
+        The gated DeltaNet of recurrent layers.
     recurrent_layers : tuple of bool
         Whether a layer is recurrent; empty if none is. See `is_recurrent`.
 
@@ -232,7 +232,7 @@ class ModelConfig:
         """The model of the first layer for multi-token prediction alone.
 
         It continues the hidden states of this model, with its embedding and its output matrix: see
-        `Decoder.join_hidden`. None if there is no such layer, or if the family does not read it.
+        `Decoder.join_hidden`. None if there is none, or if the family does not read it.
         """
         if not self.extra_layers or not family(self).mtp_norm:
             return None

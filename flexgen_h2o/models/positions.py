@@ -51,7 +51,7 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
     limit : int or None
         Tokens; None: no limit.
     reason : str
-        Description of what sets the limit.
+        Reason of the limit, as text.
 
     Raises
     ------

@@ -228,7 +228,7 @@ def weight_options(file_options: WeightOptions, bits: int | str, model: ModelCon
         The options that keep the values of a GGUF file.
     bits : int or "auto"
         "auto": `file_options`. 8 or 4: with groups of 32 if the file has values of these bits in
-        such groups, which are then kept.
+        groups of 32, which are then kept.
     stored : Quantization or None
         The settings of a quantized checkpoint, or of experts in MXFP4.
     on_gpu : bool

@@ -72,8 +72,8 @@ MULTIMODAL: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType({
 """Models with vision whose text model is one of `FAMILIES`, by the model_type of config.json.
 
 A tuple has the type of the text model if text_config names none, or one that only this model has,
-and the values that transformers assumes for keys missing in its text_config, where they differ from
-those of the type. With text alone their three-dimensional rope (M-RoPE) is the plain one.
+and the values that transformers assumes for keys missing in its text_config, where they differ
+from the defaults of the type. With text alone their three-dimensional rope (M-RoPE) is plain rope.
 """
 
 
@@ -168,8 +168,8 @@ def text_config(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         rope = merged.get(key)
         if isinstance(rope, Mapping) and "mrope" in (rope.get("type"), rope.get("rope_type")):
             merged[key] = {**rope, "rope_type": "default"}
-    own = named in (model_type, outer_type, f"{outer_type}_text")
-    return {**merged, "model_type": model_type if own else named}
+    is_default = named in (model_type, outer_type, f"{outer_type}_text")
+    return {**merged, "model_type": model_type if is_default else named}
 
 
 def _refuse_unsupported(values: Mapping[str, Any], name: str) -> None:

@@ -18,7 +18,7 @@ class TensorSpec:
         The canonical name, as transformers saves it.
     shape : tuple of int
     float32 : bool
-        Keep it in float32, whatever the run's dtype, and never quantize it.
+        Keep it in float32 in runs of any dtype, and never quantize it.
     """
 
     name: str

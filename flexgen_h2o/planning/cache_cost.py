@@ -92,7 +92,7 @@ class CostAccumulator:
 
 
 MIN_RATIO = 0.1
-"""Smallest ratio that a fit of `RecallRates` returns, whatever the noise of the measurements."""
+"""Smallest ratio that a fit of `RecallRates` returns, in spite of noise in the measurements."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class CacheCosts:
         for tier in TIERS:
             host = tier == "cpu" and run.attends_on_host
             by = hardware.host_attention if host else hardware.compute
-            # Recall on a GPU costs what full attention does: selecting takes the time it saves
+            # Recall on a GPU costs the same as full attention: selecting takes the time it saves
             # (0.93 to 1.24 of full attention on an H200, 8,192 tokens).
             batch_seconds = self._attention_seconds(by, recalls=host or not run.has_gpu)
             cost.add(HOST if host else COMPUTE, self._sequences * batch_seconds, ("cache", tier))

@@ -313,7 +313,7 @@ KV_HEADS, WIDTH, SLOTS = 32, 8, 16
 """Shape of a cache whose fetches are dominated by overhead."""
 
 SEQUENCES = (1, 33)
-"""Sequences of two such caches, whose difference is the overhead per sequence."""
+"""Sequences of two of these caches, whose difference is the overhead per sequence."""
 
 ROUNDS = 6
 """Number of times that `WRITE_BACK_TOKENS` steps are run."""

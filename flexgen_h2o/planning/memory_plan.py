@@ -104,8 +104,8 @@ class MemoryPlan:
         """Return a policy that fits, or None if none is found.
 
         Weights move to slower tiers first, then the cache, then activations. The search starts at
-        this plan's placements, and again with everything on the fastest tier, which also finds what
-        must leave a full disk.
+        this plan's placements, and again with everything on the fastest tier, which also finds
+        a placement if the disk is full.
         """
         base_policy = replace(self.run.policy, experts=None)  # weight shares move experts first
         on_fastest: dict[str, Any] = dict.fromkeys(PLACED, Placement(100, 0, 0))

@@ -225,7 +225,7 @@ class PlannedRun:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state of a sequence in a recurrent layer; 0 without such layers."""
+        """Bytes of the state of a sequence in a recurrent layer; 0 without recurrent layers."""
         recurrent = self.model.recurrent
         return 0 if recurrent is None else 4 * recurrent.state_size
 

@@ -272,7 +272,7 @@ def _vllm_outputs(value: object) -> StructuredOutputs:
     if not isinstance(value, dict):
         raise UserError(f"structured_outputs must be a JSON object, got {short_repr(value)}")
     check_keys(value, StructuredOutputs.__dataclass_fields__, "structured_outputs")
-    return StructuredOutputs(**{name: each for name, each in value.items() if each is not None})
+    return StructuredOutputs(**{name: form for name, form in value.items() if form is not None})
 
 
 def _logit_bias(biases: object) -> dict[int, float]:

@@ -234,7 +234,7 @@ def failure_reason(error: PromptError) -> BadRequest:
 
 def answer_line(request: JobRequest, outputs: Sequence[Output], *, key: int, model: str,
                 created: int, parser: ReasoningParser | None) -> bytes:
-    """Return the result line of a request that has run. Parameters are those of `answer_body`."""
+    """Return the result line of a request that has run. See `answer_body` for parameters."""
     body = answer_body(request, outputs, key=key, model=model, created=created, parser=parser)
     return _line(key, request.custom_id, _response(key, 200, body), None)
 

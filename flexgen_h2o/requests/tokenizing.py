@@ -1,4 +1,4 @@
-"""Requests as token ids: what an `LLM` computes, and results can be made of."""
+"""Requests as token ids, which an `LLM` computes."""
 
 from __future__ import annotations
 

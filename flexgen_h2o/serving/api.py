@@ -32,7 +32,7 @@ from flexgen_h2o.requests.request import Defaults
 from flexgen_h2o.requests.tokenizing import RequestTokenizer
 from flexgen_h2o.serving.batches import check_endpoint
 from flexgen_h2o.serving.guard import JSON, MAX_HEADERS, ApiError, Guard, read_json
-from flexgen_h2o.serving.live import DONE, LiveRequest, Stopped, StreamOptions, read_live, sse
+from flexgen_h2o.serving.live import DONE, LiveRequest, ResponseOptions, Stopped, read_live, sse
 from flexgen_h2o.serving.scheduler import QueueFull, Scheduler, Unavailable
 from flexgen_h2o.serving.store import INPUT, Batch, Counts, File, Store, StoreError, new_id
 
@@ -246,7 +246,7 @@ class Api:
                 task.cancel()
             self._scheduler.abort(keys)  # no-op for finished ones
 
-    async def _events(self, live: LiveRequest, keys: Sequence[int], options: StreamOptions
+    async def _events(self, live: LiveRequest, keys: Sequence[int], options: ResponseOptions
                       ) -> AsyncIterator[bytes]:
         try:
             async for event in live.events(options):

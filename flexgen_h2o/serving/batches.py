@@ -137,7 +137,7 @@ class BatchRun:
         """Return the next requests that can run; those that cannot get result lines.
 
         `sequences`: about how many sequences to return. `until`: `time.monotonic` after which to
-        return what has been read.
+        return the requests so far.
         """
         requests: list[TokenizedRequest] = []
         while sequences > 0 and not self.exhausted:

@@ -1,4 +1,4 @@
-"""What a request must pass before it is handled: key, host, origin, and limits of its body."""
+"""Checks before a request is handled: key, host, origin, and limits of its body."""
 
 from __future__ import annotations
 
@@ -153,8 +153,9 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise BadRequest("the body is not a JSON object")
     layer: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        layer = [inner for each in layer for inner in (
-            each.values() if isinstance(each, dict) else each) if isinstance(inner, (dict, list))]
+        layer = [inner for outer in layer
+                 for inner in (outer.values() if isinstance(outer, dict) else outer)
+                 if isinstance(inner, (dict, list))]
         if not layer:
             return value
     raise BadRequest(f"the body is nested more than {MAX_DEPTH} times")

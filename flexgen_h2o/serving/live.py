@@ -29,16 +29,16 @@ class Stopped(Exception):
 
 
 def read_live(url: str, body: Mapping[str, Any], defaults: Defaults, tokenizer: RequestTokenizer
-              ) -> tuple[TokenizedRequest, StreamOptions]:
+              ) -> tuple[TokenizedRequest, ResponseOptions]:
     """Return the request of a body that is sent to `url`. Raises `BadRequest`."""
-    options = StreamOptions(body)
+    options = ResponseOptions(body)
     fields = {name: value for name, value in body.items() if name != "stream"}
     # Without a `seed`, each request has its own.
     request = parse_request(url, fields, secrets.token_hex(8), defaults)
     return tokenizer.tokenize(request, name="of the request"), options
 
 
-class StreamOptions:
+class ResponseOptions:
     """The fields `stream` and `stream_options` of a body.
 
     `include_usage`: the last event has the numbers of tokens.
@@ -66,7 +66,7 @@ class StreamOptions:
 
 
 class LiveRequest:
-    """A request in the scheduler, and what has come of it.
+    """A request in the scheduler, and its answer so far.
 
     Create it in the event loop that awaits the answer; the scheduler's thread calls `add_text`,
     `add_output`, `fail` and `stop`.
@@ -127,7 +127,7 @@ class LiveRequest:
         self._metrics.request_seconds.observe(time.monotonic() - self._began)
         return [outputs[choice] for choice in range(self.request.choices)]
 
-    async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
+    async def events(self, options: ResponseOptions) -> AsyncIterator[bytes]:
         """Yield the server-sent events of the response. Raises `Stopped` or `BadRequest`."""
         request = self.request.request
         outputs: dict[int, Output] = {}
@@ -183,7 +183,7 @@ class _ChoiceStream:
         return None
 
     def add(self, text: str) -> dict[str, Any] | None:
-        """Return a choice with what is new for the client; None if nothing is."""
+        """Return a choice with the new text for the client; None without new text."""
         self._text += text
         if self._sent_at_end:
             return None
@@ -193,8 +193,8 @@ class _ChoiceStream:
         elif self._request.echo:
             content = str(self._request.prompts[self._choice // self._request.n]) + content
         return self._new(**{
-            name: without_beginning(until(each, stops), stops)
-            for name, each in (("content", content), ("reasoning_content", reasoning))})
+            name: without_beginning(until(part, stops), stops)
+            for name, part in (("content", content), ("reasoning_content", reasoning))})
 
     def _new(self, **texts: str) -> dict[str, Any] | None:
         """Return a choice with the ends of texts that have not been sent."""

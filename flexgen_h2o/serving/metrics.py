@@ -97,7 +97,7 @@ class Metrics:
         self._requests.labels(model_name=self._model, finished_reason=reason).inc()
 
     def count_block(self, stats: RunStats, seconds: float) -> None:
-        """Count what a block moved and found, and its time."""
+        """Count the transfers and hits of a block, and its time."""
         self._block_seconds.observe(seconds)
         least = self._decode_roofline and self._decode_roofline.seconds(stats)
         if least is not None:
@@ -114,7 +114,7 @@ class Metrics:
                                          result=result).inc(number)
 
     def values(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """Return the values of a counter by those of some labels."""
+        """Return the values of a counter by the values of labels."""
         return {tuple(sample.labels[label] for label in labels): sample.value
                 for metric in self._registry.restricted_registry([f"{name}_total"]).collect()
                 for sample in metric.samples}

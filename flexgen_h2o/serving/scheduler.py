@@ -1,8 +1,8 @@
 """The loop that computes: live requests and lines of batches share its blocks. No torch.
 
-Live requests come first. What they leave is for batches: the oldest one has half of it, the next
-one half of the rest, and so on. At most `_WINDOW_BLOCKS` blocks of the requests of batches are in
-memory.
+Live requests come first. Batches share the remaining slots: the oldest one has half of them,
+the next one half of the rest, and so on. At most `_WINDOW_BLOCKS` blocks of the requests of batches
+are in memory.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Scheduler:
         self._session.close()
 
     def status(self) -> dict[str, Any]:
-        """Return what the server does, as plain values.
+        """Return the state of the server as plain values.
 
         `state` is ok, stopping or error; `error` is the reason. `running`, `waiting` and `live` are
         sequences. `tokens_per_second` is of the last ten seconds. `batches` has the progress of
@@ -335,7 +335,7 @@ class Scheduler:
     # The engine.
 
     def _step(self) -> None:
-        """Compute a block and hand out what it has finished."""
+        """Compute a block and hand out the finished requests."""
         status = self.status()
         self.metrics.running.set(status["running"])
         self.metrics.waiting.set(status["waiting"])

@@ -1,7 +1,7 @@
 """The data directory of a server: files, and an SQLite database of files and batches. No torch.
 
-A file or batch that has been accepted is on disk, whatever ends the process. File names are random
-ids; names that clients give are only text.
+A file or batch that has been accepted is on disk, even if the process is killed. File names are
+random ids; names that clients give are only text.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ def open_device(name: str = "auto") -> Device:
     Raises
     ------
     UserError
-        The name is unknown, or there is no such GPU.
+        The name is unknown, or there is no GPU with this number.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

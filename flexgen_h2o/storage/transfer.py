@@ -258,7 +258,7 @@ class BackingStore:
 
 @dataclass
 class StagingBuffer:
-    """Memory for data that compute uses next, with what transfers of it need.
+    """Memory for data that compute uses next, with the state of its transfers.
 
     Attributes
     ----------

@@ -174,7 +174,7 @@ def _digest(text: str | None) -> str | None:
 def parser() -> Parser:
     """Return the parser of the flags."""
     return build_parser(
-        request_flags(BatchOptions, more=("csv",), hardware={
+        request_flags(BatchOptions, extra=("csv",), hardware={
             "help": "predict for the machine in this file (with --dry-run)"}),
         command="batch",
         usage="%(prog)s [-i FILE.jsonl] [-o FILE.jsonl] [--model NAME] [--percent P ...] [flags]",

@@ -371,7 +371,7 @@ class Job:
                 choices = [entry.outputs.pop(index) for index in range(entry.choices)]
                 entry.answered = True
                 self._largest = max(self._largest, entry.max_tokens())
-                tokens += sum(len(each.prompt_token_ids) for each in choices[::entry.request.n])
+                tokens += sum(len(choice.prompt_token_ids) for choice in choices[::entry.request.n])
                 lines.append(answer_line(
                     entry.request, choices, key=int(self._source.keys[entry.index]),
                     model=self._options.run.model, created=int(time.time()), parser=self._parser))

@@ -1,6 +1,6 @@
 """Inspect this machine: ``flexgen-h2o doctor``.
 
-It reports what the machine has, which kernels run on it, and what is slow and why. A part
+It reports the hardware, which kernels run on it, and slow parts with the reason. A part
 that cannot be inspected says so, and the others are still reported.
 """
 
@@ -73,7 +73,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DoctorOptions:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report: rows of a name and a text, and warnings about what would be slow."""
+    """A part of the report: rows of a name and a text, and warnings about slow parts."""
 
     title: str
     rows: tuple[Row, ...]

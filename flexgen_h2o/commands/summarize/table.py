@@ -282,7 +282,7 @@ def _costs(rows: Sequence[Row]) -> Row:
 
 
 def read_rows(path: str) -> list[Row]:
-    """Read the rows of a ``--csv`` file. Raises `UserError` if it is no such file, or empty."""
+    """Read the rows of a ``--csv`` file. Raises `UserError` for another or an empty file."""
     rows: list[Row] = read_csv(path, (COLUMNS,), texts=_TEXT_COLUMNS,
                                may_lack=(*_CACHE_COLUMNS, *_DELTA_COLUMNS))
     if not rows:

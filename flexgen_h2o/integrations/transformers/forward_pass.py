@@ -169,7 +169,7 @@ class Rotations:
     Raises
     ------
     UserError
-        No such module, or angles that change as the text grows.
+        There is no module, or its angles change as the text grows.
     """
 
     def __init__(self, rotary: torch.nn.Module | None):

@@ -134,7 +134,7 @@ class H2OLayer(CacheLayerMixin):
         positions : int Tensor [sequences or 1, columns], or None
             Positions of q and k; required if positions roll.
         attention : LayerAttention
-            The layer's, with the same variant in every pass. A window bounds what is cached.
+            The layer's, with the same variant in every pass. A window bounds the cached tokens.
 
         Returns
         -------

@@ -206,7 +206,7 @@ class CapturedCalls:
     def replay(self) -> None:
         """Run everything in order.
 
-        Raises what `call` raises. What the operations before the error wrote remains.
+        Raises the errors of `call`. Results of the operations before the error remain.
         """
         self._end_part()
         for part in self._parts:
@@ -236,7 +236,7 @@ def _fuse(first: _Call, second: _Call) -> bool:
 def _replay_function(calls: Sequence[_Call]) -> Callable[[], None]:
     """Return a function that makes the calls in order, on the current instruction set.
 
-    The caller keeps what the arguments point to.
+    The caller keeps the memory that the arguments point to.
     """
     numbers = {name: number for number, name in enumerate(abi.OPERATIONS)}
     captured_call = STRUCTS["CapturedCall"]

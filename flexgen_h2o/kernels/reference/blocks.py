@@ -1,6 +1,6 @@
 """Specification of GGUF blocks: dequantization, and conversion to quantized matrices.
 
-Values are bit for bit those of the gguf package's Python reference. Each decoder takes blocks,
+Values equal the gguf package's Python reference bit for bit. Each decoder takes blocks,
 uint8 [blocks, bytes]. A block of 256 elements has 8 or 16 groups; each group has an integer scale,
 and the block a float16 factor for them. Sources: ggml-common.h and ggml-quants.c of llama.cpp, and
 gguf/quants.py, with the same order of float32 operations.

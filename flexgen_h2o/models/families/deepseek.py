@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.models.layers import Operations
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of latents, whatever the other norms have."""
+"""Epsilon of the norms of latents, independent of the other norms."""
 
 _V3 = {
     "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61, "intermediate_size": 18432,
@@ -114,7 +114,7 @@ class DeepSeek(MixtureDecoder):
                          ops: Operations) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys [rows, heads or 1, rope_dim + rank] and latents [rows, 1, rank].
 
-        Latents are a view of the keys. What rotates comes first.
+        Latents are a view of the keys. The rotated elements come first.
         """
         latent, rows = cfg.latent, len(x)
         rope_dim, nope_dim = latent.rope_dim, latent.nope_dim
@@ -164,7 +164,7 @@ def _attention_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
 
 
 def _copy_rotated(latent: LatentConfig, x: Tensor, out: Tensor, ops: Operations) -> None:
-    """Copy what rotates [rows, heads, rope_dim]: of adjacent pairs, first the even elements."""
+    """Copy the rotated elements [rows, heads, rope_dim]: first even, then odd ones."""
     if not latent.interleaved:
         ops.copy_(out, x)
         return

@@ -153,10 +153,10 @@ class Gemma4(MixtureDecoder):
         specs = Decoder.layer_norm_specs(self, cfg, prefix)
         if cfg.experts is None:
             return specs
-        more = {"router_norm": "pre_feedforward_layernorm_2",
-                "post_shared": "post_feedforward_layernorm_1",
-                "post_experts": "post_feedforward_layernorm_2"}
-        for short, name in more.items():
+        norms = {"router_norm": "pre_feedforward_layernorm_2",
+                 "post_shared": "post_feedforward_layernorm_1",
+                 "post_experts": "post_feedforward_layernorm_2"}
+        for short, name in norms.items():
             specs |= norm_specs(short, f"{prefix}{name}", cfg.hidden_size)
         return specs
 

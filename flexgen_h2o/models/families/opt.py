@@ -82,7 +82,7 @@ class Opt(Decoder):
               lookup: Callable[[str, Tensor], Tensor], ids: Tensor, positions: Tensor) -> Tensor:
         """Return token embeddings plus learned positions.
 
-        A position past the table adds nothing: such a run measures speed, not text.
+        A position past the table adds nothing: the run measures speed, not text.
         """
         from flexgen_h2o.models.layers import linear  # here, because it imports torch
 

@@ -124,7 +124,7 @@ _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # the field of a word that holds outputs
 
 @dataclass(frozen=True)
 class _GptqReader(RowReader):
-    """Reads by output what is stored by input.
+    """Reads matrices by output that are stored by input.
 
     Attributes
     ----------

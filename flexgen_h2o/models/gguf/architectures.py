@@ -155,7 +155,7 @@ class Architecture:
         Returns `rope_parameters` of config.json.
     interleaved : bool
         Whether rows of query and key projections rotate in pairs (2i, 2i + 1), instead of
-        (i, i + head_dim / 2) as on the hub. False if both rotate in such pairs.
+        (i, i + head_dim / 2) as on the hub. False if both rotate in pairs (2i, 2i + 1).
     shifted : bool
         Whether 1 was added to the weights of norms, except for "ssm_norm".
     tiled_heads : bool

@@ -148,7 +148,7 @@ def _named(meta: Metadata, arch: Architecture, name: str, match: re.Match | None
 
 def _delta_net_tensor(meta: Metadata, arch: Architecture, inner: str, tensor: GgufTensor
                       ) -> GgufTensor:
-    """Return a tensor of a gated DeltaNet as it is on the hub.
+    """Return a tensor of a gated DeltaNet in the layout of the hub.
 
     The value heads, which may be in another order, come last among the rows, or are the columns of
     the output projection. Source: `Qwen3NextModel` and `_LinearAttentionVReorderBase` in

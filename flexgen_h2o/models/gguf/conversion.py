@@ -183,7 +183,7 @@ def _tokenizer(meta: Metadata, split: str) -> Any:
             pre_tokenizers.ByteLevel(add_prefix_space=False)])
     if byte_level and split in _IGNORING_MERGES:
         backend.model.ignore_merges = True
-    if kind == "gemma4":  # whatever the file says; transformers never adds BOS
+    if kind == "gemma4":  # the file may say otherwise; transformers never adds BOS
         tokenizer.add_bos_token = True
     if kind == "llama" and not meta.flag("tokenizer.ggml.add_space_prefix", True):
         backend.normalizer, backend.pre_tokenizer = normalizers.Replace(" ", "\u2581"), None

@@ -103,7 +103,7 @@ class GgufTensor:
         return values + self.shift if self.shift else values
 
     def layout(self) -> MatrixLayout | None:
-        """Return the layout that keeps the quantized values; None if it is not such a matrix."""
+        """Return the layout that keeps the quantized values; None if there is none."""
         if len(self.shape) != 2 or self.shift or self.columns is not None:
             return None
         return self.ggml_type.layout(self.shape[0], self.shape[1])

@@ -311,7 +311,7 @@ def deepseek2(meta: Metadata, head_dim: int) -> dict[str, Any]:
     experts = meta.count("expert_count")
     if experts in kept and not meta.has("expert_group_count"):  # the large models in older files
         groups = {"n_group": 8, "topk_group": kept[experts]}
-    # In older files keys and values are those of attention, not of its cache.
+    # In older files the sizes are of the keys and values of attention, not of its cache.
     key, value = (meta.count(f"attention.{name}_length_mla", meta.count(f"attention.{name}_length"))
                   for name in ("key", "value"))
     return {**groups, "qk_nope_head_dim": key - head_dim, "v_head_dim": value,
