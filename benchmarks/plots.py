@@ -13,9 +13,11 @@ check_quality.py; `quality` rows of studies/quality.py. The suffix of --out choo
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from plotting import (
     GREY,
@@ -37,7 +39,7 @@ from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout
 from flexgen_h2o.config.limits import GROUP_SIZE, INDEX_TILE
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import catch_write_errors, check_writable
-from flexgen_h2o.metrics.figures import COLOURS, check_plot, log_scale, new_figure, save
+from flexgen_h2o.metrics.figures import COLOURS, check_plot, new_figure, save
 
 COMPARED = ("system", "model", "prompt_len", "gen_len", "memory_gb", "batch", "status",
             "tokens_per_s")
@@ -64,6 +66,18 @@ def factors(rows: Sequence[Row], model: str) -> dict[str, float]:
     if not by_mode:
         raise UserError(f"--quality has no rows of {model}")
     return by_mode
+
+
+def log_scale(axes: Any, values: Sequence[float]) -> None:
+    """Set a logarithmic y axis with plain numbers at 1, 2 and 5, or denser for close values."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    finite = [value for value in values if math.isfinite(value)]
+    close = not finite or max(finite) < 4 * min(finite)
+    axes.yaxis.set_major_locator(LogLocator(subs=range(1, 10) if close else (1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def bars(rows: Iterable[Row], systems: dict[str, tuple[str, str]], quality: dict[str, float], *,

@@ -428,7 +428,7 @@ def main(argv: Sequence[str] | None = None) -> int:
            "wrong": len(soak.wrong), "growth_mb_per_hour": growth, "growth_hours": hours,
            "memory_mb": memory, "leaked_descriptors": leaked, "cpu": cpu_model(),
            **{name: origin()[name] for name in ("date", "commit")}}
-    append_row(arguments.csv, COLUMNS, row, flag="--csv")
+    append_row(arguments.csv, COLUMNS, row)
     print("\n".join(f"{name:20} {value}" for name, value in row.items()))
     if soak.wrong:
         print("\n".join(f"wrong: {each}" for each in soak.wrong[:20]), f"logs are in {folder}",

@@ -145,7 +145,7 @@ def test_damaged_input_is_refused_or_parsed(targets, watch, name):
             "target": name, "drawn_by": "seeds", "cases": cases, "refused": rejected,
             "taken": cases - rejected, "tracebacks": 0, "slowest_seconds": slowest,
             "grown_mb": round(grown / 1e6, 1), "files_outside": 0, "cpu": cpu_model(),
-            **{column: origin()[column] for column in ("date", "commit")}}, flag="FUZZ_CSV")
+            **{column: origin()[column] for column in ("date", "commit")}})
     assert rejected, "the mutations change nothing"
     assert rejected < max(cases, 100) or name == "gguf converted", "the valid input is not valid"
     assert grown < LEAK

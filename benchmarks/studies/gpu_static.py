@@ -226,7 +226,7 @@ def read(path: Path) -> dict[tuple[str, ...], dict]:
     """Return the rows of a file by key; none without a file. Raises `UserError`."""
     if not path.exists():
         return {}
-    check_header(path, COLUMNS, flag="--csv")
+    check_header(path, COLUMNS)
     with path.open(newline="", encoding="utf-8") as file:
         return {key(row): row for row in csv.DictReader(file)}
 

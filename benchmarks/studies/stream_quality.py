@@ -37,13 +37,14 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import collect_rows, read_csv
 from flexgen_h2o.files.terminal import ProgressBar, print_stdout
 from flexgen_h2o.files.writing import catch_write_errors
-from flexgen_h2o.metrics.figures import LINES, check_plot, log_scale, new_figure, save
+from flexgen_h2o.metrics.figures import LINES, check_plot, new_figure, save
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.storage.free_memory import resident_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from articles import articles_flag, perplexity, read_articles
+from plots import log_scale
 
 _SCORES = {"h2o": "sum", "h2o-mean": "mean", "h2o-decay": "decay"}
 _POLICIES = (*_SCORES, "sink-window", "window", "full")

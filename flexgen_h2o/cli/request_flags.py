@@ -93,7 +93,7 @@ class RequestOptions:
         for name in values.keys() & defaults.keys():
             raise UserError(f"{flag_name(name)} and --request-defaults both give {name}: leave one "
                             "out")
-        return check_defaults("--request-defaults", values | defaults)
+        return check_defaults(values | defaults)
 
     def defaults(self) -> Defaults:
         """Return the default values of requests."""

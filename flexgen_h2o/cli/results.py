@@ -112,7 +112,7 @@ def _resolved(config: RunConfig) -> dict[str, object]:
 def append_csv(path: str | os.PathLike, stats: RunStats, config: RunConfig) -> None:
     """Append a row of `CSV_COLUMNS` to a file that other processes may append to."""
     row = {name: format_flag_value(value) for name, value in csv_row(stats, config).items()}
-    append_row(path, CSV_COLUMNS, row, flag="--csv")
+    append_row(path, CSV_COLUMNS, row)
 
 
 def result_files(config: RunConfig) -> dict[str, str]:
@@ -183,7 +183,7 @@ def check_results(files: Mapping[str, str | None]) -> None:
         check_writable(flag_name(name), path, beside=(f"{path}.config.yaml",),
                        hint=": give --log-file or --no-log" if name == "log_file" else "")
     if (csv := files.get("csv")) is not None:
-        check_header(csv, CSV_COLUMNS, flag="--csv")
+        check_header(csv, CSV_COLUMNS)
 
 
 def write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Output], *,

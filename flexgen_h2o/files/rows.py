@@ -192,7 +192,7 @@ def _row(path: str, number: int, values: dict, *, texts: Collection[str],
 
 
 def append_row(path: str | os.PathLike, columns: Sequence[str], row: Mapping[str, object], *,
-               flag: str, digits: int = 6) -> None:
+               digits: int = 6) -> None:
     """Append a row to a CSV file that parallel runs share; a new file gets the header `columns`.
 
     A row is one write under a file lock. Raises `UserError`, and changes nothing, if the file has
@@ -202,7 +202,7 @@ def append_row(path: str | os.PathLike, columns: Sequence[str], row: Mapping[str
     with open(path, "a+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        _check_header(file, path, columns, flag)
+        _check_header(file, path, columns)
         size = file.seek(0, os.SEEK_END)
         if size == 0:
             line = format_csv_line(columns) + line
@@ -212,18 +212,17 @@ def append_row(path: str | os.PathLike, columns: Sequence[str], row: Mapping[str
         append_all(file, line.encode("utf-8"))
 
 
-def check_header(path: str | os.PathLike, columns: Sequence[str], *, flag: str) -> None:
+def check_header(path: str | os.PathLike, columns: Sequence[str]) -> None:
     """Raise `UserError` if `path` has another header. Call it before a long run."""
     if os.path.exists(path):
         with open(path, "rb") as file:
-            _check_header(file, path, columns, flag)
+            _check_header(file, path, columns)
 
 
-def _check_header(file: io.IOBase, path: str | os.PathLike, columns: Sequence[str], flag: str
-                  ) -> None:
+def _check_header(file: io.IOBase, path: str | os.PathLike, columns: Sequence[str]) -> None:
     line = file.readline(1 << 16)
     if line and line.rstrip(b"\r\n") != format_csv_line(columns).strip().encode():
-        raise UserError(f"{path} has other columns than this version writes: choose a new {flag}")
+        raise UserError(f"{path} has other columns than this version writes: choose a new file")
 
 
 class SettingsFile:

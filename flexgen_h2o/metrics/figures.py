@@ -7,7 +7,6 @@ as in color, so that a gray print is readable.
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,18 +49,6 @@ def new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure  # not pyplot, which is stateful and needs a display
 
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def log_scale(axes: Any, values: Sequence[float]) -> None:
-    """Set a logarithmic y axis with plain numbers at 1, 2 and 5, or denser for close values."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    finite = [value for value in values if math.isfinite(value)]
-    close = not finite or max(finite) < 4 * min(finite)
-    axes.yaxis.set_major_locator(LogLocator(subs=range(1, 10) if close else (1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: Any, path: str) -> None:

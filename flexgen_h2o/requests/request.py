@@ -151,16 +151,16 @@ def parse_request(url: str, body: Mapping[str, Any], custom_id: str, defaults: D
                       return_token_ids=fields.get("return_token_ids", False))
 
 
-def check_defaults(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Check default fields of a body. Raises `UserError`, which begins with `name`."""
+def check_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the default fields of bodies, from ``--request-defaults``. Raises `UserError`."""
     known = {key: kind for key, kind in (CHAT | COMPLETIONS).items() if key not in NO_DEFAULTS}
-    check_keys(values, known, name)
+    check_keys(values, known, "--request-defaults")
     try:
         fields = check_fields(values, known)
         _template_arguments(fields, Defaults((), 1))
         _params(fields, "", Defaults((), 2**30), chat=False)
     except BadRequest as error:
-        raise UserError(f"{name}: {error}") from None
+        raise UserError(f"--request-defaults: {error}") from None
     return fields
 
 

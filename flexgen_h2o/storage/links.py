@@ -34,15 +34,15 @@ def median_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
     return statistics.median(seconds)
 
 
-def disk_read_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS) -> float:
+def disk_read_rate(path: Path, *, nbytes: int = 1 << 30) -> float:
     """Return the bytes per second of aligned O_DIRECT reads from the start of a file.
 
-    The file has at least a page. Up to `nbytes` are read, with `workers` requests in flight.
+    The file has at least a page. Up to `nbytes` are read.
     """
     def read(disk: Disk, start: int, window: torch.Tensor) -> None:
         disk.read([AlignedRead(path, start, len(window), 0)], window)
 
-    return _disk_rate(read, path, nbytes, workers)
+    return _disk_rate(read, path, nbytes)
 
 
 def disk_write_rate(path: Path, *, nbytes: int = 1 << 30) -> float:
@@ -53,15 +53,15 @@ def disk_write_rate(path: Path, *, nbytes: int = 1 << 30) -> float:
     def write(disk: Disk, start: int, window: torch.Tensor) -> None:
         disk.write(Extent(path, start, len(window)), window)
 
-    return _disk_rate(write, path, nbytes, WORKERS)
+    return _disk_rate(write, path, nbytes)
 
 
-def _disk_rate(move: Callable[[Disk, int, torch.Tensor], None], path: Path, nbytes: int,
-               workers: int) -> float:
+def _disk_rate(move: Callable[[Disk, int, torch.Tensor], None], path: Path, nbytes: int
+               ) -> float:
     """Return the bytes per second of ``move(disk, offset, buffer)``, window by window."""
     nbytes = min(nbytes, path.stat().st_size) // PAGE * PAGE
     buffer = Device().host_empty(min(WINDOW, nbytes)).random_(0, 256)
-    disk = Disk(workers)
+    disk = Disk(WORKERS)
 
     def move_all() -> None:
         for start in range(0, nbytes, WINDOW):

@@ -97,7 +97,7 @@ def test_fields_of_vllm_become_sampling_parameters():
 
 
 def test_job_defaults_fill_fields_missing_in_a_request():
-    given = requests.check_defaults("--request-defaults", {
+    given = requests.check_defaults({
         "top_k": 5, "stop_token_ids": [9], "echo": True, "reasoning_effort": "low",
         "chat_template_kwargs": {"a": 1, "b": 2}, "stop": "x"})
     defaults = Defaults({"tiny"}, 16, fields=given)
@@ -124,7 +124,7 @@ def test_the_model_may_have_more_names():
     ({"logit_bias": {"x": 1}}, "logit_bias must have"),
     ({"chat_template_kwargs": {"messages": []}}, "'messages'")])
 def test_wrong_fields_of_the_whole_job_are_refused(given, words):
-    message = refused(lambda: requests.check_defaults("--request-defaults", given), words)
+    message = refused(lambda: requests.check_defaults(given), words)
     assert message.startswith("--request-defaults: ")
 
 

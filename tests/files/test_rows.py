@@ -39,7 +39,7 @@ def test_every_writer_makes_the_same_bytes(tmp_path_factory, rows, digits):
     folder = tmp_path_factory.mktemp("rows")
     write_csv(folder / "new/whole.csv", COLUMNS, rows, digits=digits)
     for row in rows:
-        append_row(folder / "shared.csv", COLUMNS, row, flag="--out", digits=digits)
+        append_row(folder / "shared.csv", COLUMNS, row, digits=digits)
     for name in ("new/whole.csv", "shared.csv"):
         assert (folder / name).read_bytes() == by_hand(rows, digits, "\n")
     growing = CsvWriter(str(folder / "growing.csv"), COLUMNS, end="\r\n")
@@ -59,7 +59,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         raise OSError(28, "No space left on device")
 
     refused(lambda: write_csv(path, COLUMNS, rows(), flag="--csv"), "--csv", "No space left")
-    refused(lambda: append_row(path, COLUMNS[1:], {}, flag="--out"), "other columns", "--out")
+    refused(lambda: append_row(path, COLUMNS[1:], {}), "other columns")
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
@@ -84,7 +84,7 @@ def test_a_row_is_written_whole_or_not_at_all(tmp_path, kind, room):
 
     def add():
         if kind == "shared":
-            append_row(path, COLUMNS, row, flag="--csv")
+            append_row(path, COLUMNS, row)
         else:
             writer.write(row)
 

@@ -206,7 +206,7 @@ def test_csv_header_is_written_once(tmp_path):
     assert len(read_csv(path)) == 9
     path.write_text("date,speed\n1,2\n")
     refused(lambda: append_csv(path, make_stats(), RunConfig()), "other columns")
-    refused(lambda: check_header(path, CSV_COLUMNS, flag="--csv"), "other columns")
+    refused(lambda: check_header(path, CSV_COLUMNS), "other columns")
     assert path.read_text() == "date,speed\n1,2\n"
 
 

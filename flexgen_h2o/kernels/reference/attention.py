@@ -198,16 +198,13 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, varia
     keys, values = (torch.cat([x.masked_fill(~filled[..., None], 0), row[:, :, None]], dim=2)
                     for x, row in ((keys, key), (values, value)))
     products = torch.einsum("skgd,sktd->skgt", query.unflatten(1, (kv_heads, -1)), keys)
-    if offsets is not None:
-        products = products + offsets.view(len(q), kv_heads, -1, 1)
     hidden = ~filled
     if state is not None and state.eviction.window:
         last = tokens[:, None, None] - 1 - state.eviction.window
         hidden = hidden | (state.positions <= last)
     hidden = F.pad(hidden, (0, 1))[:, :, None]  # the new token sees itself
-    probabilities = attention_weights(
-        products, hidden, dim=q.shape[-1], variant=variant,
-        sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+    probabilities = grouped_weights(products, hidden, dim=q.shape[-1], variant=variant,
+                                    sinks=sinks, offsets=offsets)
     out = torch.einsum("skgt,sktd->skgd", probabilities, values).flatten(1, 2).to(q.dtype)
     written_slots = cached[:, None].expand(-1, kv_heads)
     if state is not None:
@@ -224,6 +221,25 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, varia
         k = smoothing.keys(k).to(k.dtype)
     cache_token(k, v, slots=slots, written_slots=written_slots, layout=layout)
     return out, written_slots.contiguous()
+
+
+def grouped_weights(products, hidden, *, dim, variant, sinks, offsets):
+    """Return attention weights of one new token per sequence, by `h2o.eviction.attention_weights`.
+
+    Parameters
+    ----------
+    products : float32 Tensor [sequences, kv_heads, heads of a KV head, keys]
+    hidden : bool Tensor that broadcasts to it
+    dim : int
+        head_dim.
+    variant, sinks, offsets
+        See `decode_attention`.
+    """
+    shape = *products.shape[1:3], 1
+    if offsets is not None:
+        products = products + offsets.view(-1, *shape)
+    return attention_weights(products, hidden, dim=dim, variant=variant,
+                             sinks=None if sinks is None else sinks.view(shape))
 
 
 def _victims(state, metadata, new_scores, cached_vectors, new):

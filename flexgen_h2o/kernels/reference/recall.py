@@ -12,11 +12,11 @@ import torch
 
 from flexgen_h2o.config.layers import DEFAULT_VARIANT
 from flexgen_h2o.config.limits import INDEX_TILE, MEAN_SHIFT
-from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.h2o.recall import index_codes, index_weights, select_tokens
 from flexgen_h2o.kernels.reference.attention import (
     cache_token,
     dequantize_groups,
+    grouped_weights,
     split_vectors,
     unpack_slots,
 )
@@ -95,10 +95,8 @@ def select_keys(q, k, *, index, metadata, layout, top_k, log_weights=None, varia
         Running means of the logarithms of tokens' weights, updated in place (`update_log_weights`).
     variant : AttentionVariant
         Without a window.
-    sinks : Tensor [heads] or None
-        Learned attention sinks, if `variant.sinks`: logits in the softmax's denominator.
-    offsets : float32 Tensor [sequences, heads] or None
-        Added to the products of queries with all keys.
+    sinks, offsets : Tensor or None
+        See `attention.decode_attention`.
 
     Returns
     -------
@@ -164,10 +162,8 @@ def recall_attention(q, k, v, *, slots, selected, metadata, layout=None, variant
         Layout of quantized slots. None: slots hold plain vectors.
     variant : AttentionVariant
         Without a window.
-    sinks : Tensor [heads] or None
-        Learned attention sinks, if `variant.sinks`: logits in the softmax's denominator.
-    offsets : float32 Tensor [sequences, heads] or None
-        Added to the products of queries with all keys.
+    sinks, offsets : Tensor or None
+        See `attention.decode_attention`.
 
     Returns
     -------
@@ -185,11 +181,9 @@ def recall_attention(q, k, v, *, slots, selected, metadata, layout=None, variant
         torch.cat([x.float().masked_fill(~filled[..., None], 0), new.float()[:, :, None]], dim=2)
         for x, new in zip(cached, (k, v), strict=True))
     products = torch.einsum("skgd,sktd->skgt", q.float().unflatten(1, (kv_heads, -1)), keys)
-    if offsets is not None:
-        products = products + offsets.view(len(q), kv_heads, -1, 1)
     hidden = torch.nn.functional.pad(~filled, (0, 1))[:, :, None]
-    weights = attention_weights(products, hidden, dim=q.shape[-1], variant=variant,
-                                sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+    weights = grouped_weights(products, hidden, dim=q.shape[-1], variant=variant, sinks=sinks,
+                              offsets=offsets)
     out = torch.einsum("skgt,sktd->skgd", weights, values).flatten(1, 2).to(q.dtype)
     written_slots = place[:, None].expand(-1, kv_heads).contiguous()
     cache_token(k, v, slots=slots, written_slots=written_slots, layout=layout)

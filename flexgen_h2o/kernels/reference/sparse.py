@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from flexgen_h2o.config.layers import DEFAULT_VARIANT
-from flexgen_h2o.h2o.eviction import attention_weights
-from flexgen_h2o.kernels.reference.attention import cache_token, dequantize_groups
+from flexgen_h2o.kernels.reference.attention import (
+    cache_token,
+    dequantize_groups,
+    grouped_weights,
+)
 
 
 def select_values(q, k, *, keys, metadata, sparsity, layout=None, variant=DEFAULT_VARIANT,
@@ -40,10 +43,8 @@ def select_values(q, k, *, keys, metadata, sparsity, layout=None, variant=DEFAUL
         Layout of quantized slots. None: slots hold plain vectors.
     variant : AttentionVariant
         A window must not be shorter than the cache.
-    sinks : Tensor [heads] or None
-        Learned attention sinks, if `variant.sinks`: logits in the softmax's denominator.
-    offsets : float32 Tensor [sequences, heads] or None
-        Added to the products of queries with all keys.
+    sinks, offsets : Tensor or None
+        See `attention.decode_attention`.
 
     Returns
     -------
@@ -62,11 +63,8 @@ def select_values(q, k, *, keys, metadata, sparsity, layout=None, variant=DEFAUL
     logits = torch.einsum("skgd,sktd->skgt", query, keys.float())
     new_token = torch.einsum("skgd,skd->skg", query, k.float())[..., None]
     products = torch.cat([logits, new_token], dim=-1)
-    if offsets is not None:
-        products = products + offsets.view(len(q), kv_heads, -1, 1)
-    weights = attention_weights(
-        products, F.pad(~filled, (0, 1))[:, :, None], dim=q.shape[-1],
-        variant=variant, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+    weights = grouped_weights(products, F.pad(~filled, (0, 1))[:, :, None], dim=q.shape[-1],
+                              variant=variant, sinks=sinks, offsets=offsets)
     weights, new_token = weights.split([slots, 1], dim=-1)
     # Non-negative floats are ordered like their bits. Equal weights are ordered by slot.
     order = (weights.sum(2).view(torch.int32).long() << 32) + number
