@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Keep what was imported out of garbage collections, which take half a second with torch."""
+    """Exclude imported modules from garbage collections, which take half a second with torch."""
     gc.freeze()
 
 

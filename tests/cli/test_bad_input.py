@@ -56,7 +56,7 @@ def workdir(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "home" / "cache"))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # or it would stay what it was found to be
+    monkeypatch.setattr(tempfile, "tempdir", None)  # otherwise the cached folder stays
     return tmp_path / "workdir"
 
 
@@ -200,7 +200,7 @@ def test_prompts_may_come_through_a_pipe(model, workdir, capfd):
 
 @contextlib.contextmanager
 def time_limit(seconds: float):
-    """Turns what would wait without end into a failure."""
+    """Fail after a number of seconds."""
     def fail(*_):
         raise AssertionError(f"no end in {seconds} s")
 
@@ -254,7 +254,7 @@ def test_position_flags_the_model_cannot_use(tiny_model, model, workdir, capfd):
 
 @pytest.mark.parametrize("flags", [(), ("--plan-only",)])
 def test_too_long_prompt_is_refused_by_token_count(model, workdir, capfd, monkeypatch, flags):
-    """And not for the memory that so many would take, which is not there either."""
+    """And not for its memory, which is lacking, too."""
     monkeypatch.setattr(memory_check, "free_memory", lambda *_: MemoryLimits(None, 10**9, 10**9))
     words = with_words(model, workdir / "words")
     argv = [*OF_TEXTS, "--model", words, "--prompts", "p.txt", "--gen-len", "8", *flags]
@@ -291,7 +291,7 @@ def test_text_without_a_usable_tokenizer(model, workdir, capfd):
 
 
 def failing(number: int, after: int = 0):
-    """A system call that fails; the first `after` calls of it do what they should."""
+    """Return a wrapper of a system call that fails after its first `after` calls."""
     left = [after]
 
     def wrap(real):

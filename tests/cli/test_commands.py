@@ -23,7 +23,7 @@ VERSION = f"flexgen_h2o {flexgen_h2o.__version__}\n"
 
 
 def printed(capsys, call, *argv: object) -> str:
-    """What a call prints that ends the program well; nothing is on stderr."""
+    """Return the output of a call that exits with status 0; stderr is empty."""
     with pytest.raises(SystemExit) as ended:
         call(*argv)
     out, err = capsys.readouterr()

@@ -282,7 +282,7 @@ def test_user_errors_of_the_engine_are_one_line(capsys, llm, tmp_path, monkeypat
 
 
 def test_results_that_cannot_be_written_late_are_one_line(capsys, monkeypatch, tmp_path):
-    """What was measured is printed, and the other files are written."""
+    """The table is printed, and the other files are written."""
     def full(*_):
         raise OSError(28, "No space left on device")
 

@@ -18,7 +18,7 @@ from flexgen_h2o.integrations.lm_eval import arguments
 
 OF_A_CALL = {"workload", "texts", "implementations", "pipeline", "bounds", "progress", "trace",
              "verbose"}
-"""What a command knows beside a configuration."""
+"""Options of `LLM` that are not part of a configuration."""
 
 # Flags of `RunConfig`, and what becomes of them: the keyword of `LLM` and its value.
 FIELDS = [

@@ -42,7 +42,7 @@ class Runs:
         return job_flags(self.folder, self.model, "out.jsonl", *flags)
 
     def __call__(self, *flags: str, status: int = 0) -> str:
-        """Run it; returns what it prints."""
+        """Run the command, and return its output."""
         self.capsys.readouterr()
         assert batch.main(self.argv(*flags)) == status, self.capsys.readouterr().err
         return "".join(self.capsys.readouterr())
@@ -51,7 +51,7 @@ class Runs:
         write_lines(self.folder / "in.jsonl", lines)
 
     def answered(self) -> int:
-        """How many lines of results there are."""
+        """Return the number of result lines."""
         return len(read_jsonl(self.output))
 
     def texts(self, path: Path | None = None) -> dict[str, list]:
@@ -530,7 +530,7 @@ def test_a_resumed_job_with_other_batches_has_the_same_answers(runs):
     assert "was made with batch_invariant True" in runs("--dtype", "bfloat16", status=2)
 
 
-# --- what is refused
+# --- errors
 
 
 def test_results_of_another_job_are_refused(runs, words_model, tmp_path, tiny_model):

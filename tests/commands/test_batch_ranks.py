@@ -121,7 +121,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder, words_model) -> dict[str, object]:
-    """The answers of one process to 21 requests, one of which fails."""
+    """The answers of one process to 21 requests, one of them invalid."""
     write_lines(folder / "in.jsonl", [*requests(20), "{broken\n"])
     assert batch.main(job_flags(folder, words_model, "one.jsonl")) == 0
     return answers(folder / "one.jsonl")

@@ -35,7 +35,7 @@ def read(line: object, number: int = 7) -> JobRequest:
     return requests.read_request(json.dumps(line).encode(), number, DEFAULTS)
 
 
-# --- what is taken
+# --- valid lines
 
 
 def test_missing_fields_have_the_defaults_of_the_api():
@@ -161,7 +161,7 @@ def test_neutral_fields_are_ignored():
     assert read(completion(echo=False, best_of=1, suffix="")) == read(completion())
 
 
-# --- what is refused
+# --- errors
 
 
 @pytest.mark.parametrize(("line", "code", "param", "words"), [

@@ -1,4 +1,4 @@
-"""The command cache: what it lists and what prune removes."""
+"""The command cache: its list, and prune."""
 
 import fcntl
 import os

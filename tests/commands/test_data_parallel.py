@@ -43,7 +43,7 @@ class DictStore:
 
 
 class Clock:
-    """Seconds that pass when somebody waits, and what else happens then."""
+    """A manual clock that advances with each wait and then calls `meanwhile`."""
 
     def __init__(self):
         self.now = 0.0
@@ -132,7 +132,7 @@ def test_replica_0_is_waited_for_while_it_sends_heartbeats():
         while not second_too.lost:
             time.sleep(0.01)
     first.wait_for_others()
-    assert clock.now < 70  # nobody was waited for
+    assert clock.now < 70  # no wait was needed
 
 
 # --- the launcher's variables

@@ -30,7 +30,7 @@ AVX512 = KernelFacts(None, ("portable", "avx512"), "avx512", None, "abc 12", {"l
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch, tmp_path):
-    """A small file to measure with, and a machine of which nothing is known yet."""
+    """Measure with a small file, on a machine without measured rates."""
     monkeypatch.setattr(inspection.disk, "__defaults__", (1 << 20,))
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
     for name in inspection.VARIABLES:
@@ -39,7 +39,7 @@ def _small(monkeypatch, tmp_path):
 
 
 def diagnosis(capsys, folder) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """The sections that doctor prints, with their rows, and the lines on what is slow."""
+    """Return the printed sections with their rows, and the lines on slow settings."""
     assert doctor.main(["--offload-dir", str(folder)]) == 0
     sections: dict[str, dict[str, str]] = {}
     name = ""

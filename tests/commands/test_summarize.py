@@ -203,7 +203,7 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def articles(tmp_path) -> str:
-    """Eleven articles, of which number 2 is too long for the model."""
+    """Eleven articles; number 2 is too long for the model."""
     return write_lines(tmp_path / "in.jsonl", [article(i, 80 if i == 2 else 20) for i in range(11)])
 
 

@@ -28,7 +28,7 @@ def h2o(**options) -> dict:
 
 
 def sized(heavy: int, recent: int | None = None, **options) -> dict:
-    """Return options of `LLM` for a cache of so many tokens."""
+    """Return options of `LLM` for a cache of this many tokens."""
     return {"h2o": H2OConfig(heavy_tokens=heavy, recent_tokens=recent, **options)}
 
 

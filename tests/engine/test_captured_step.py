@@ -48,7 +48,7 @@ OPTIONS = {
 
 BRANCHES = ("opt_350m_style", "opt_no_bias", "mistral_window", "qwen3", "phi3_longrope", "gemma2",
             "gemma4", "granite", "olmo2", "stablelm_12b", "neox", "neox_sequential")
-"""Models that differ in what a captured step does."""
+"""Models whose captured steps differ."""
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def generated(folder, tmp_path, *, dtype, new=8, **options):
 
 
 def both(monkeypatch, programs, *arguments, **options):
-    """Return what a run gives with captured steps, and without them."""
+    """Return the results of a run with captured steps, and without them."""
     results = []
     for obstacle in (None, "not now"):
         monkeypatch.setattr(captured_step, "capture_obstacle", lambda *_, why=obstacle, **__: why)

@@ -36,7 +36,7 @@ def tokens_of(kind: str, *names: str) -> list[int]:
 @settings(max_examples=examples(60))
 @given(text=texts)
 def test_prompt_and_completion_join_to_the_whole_text(kind, text):
-    """Wherever the tokens are cut; the whole is what the tokenizer itself makes of them."""
+    """At each cut of the tokens. The whole text is the tokenizer's own."""
     tokenizer, detokenizer = TOKENIZERS[kind], DETOKENIZERS[kind]
     tokens = tokenizer("so" + text, add_special_tokens=False)["input_ids"]
     whole = detokenizer.text(tokens)

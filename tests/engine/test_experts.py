@@ -478,14 +478,14 @@ def test_a_shared_prefix_counts_once_if_computed_once(tiny_model, alike, texts, 
 
 @pytest.fixture(scope="module", params=[0.03, *selection.full(0.0, 0.1)])
 def skewed(request, tmp_path_factory):
-    """Such a model, and the choices of a run of it."""
+    """The folder of a skewed model, and the expert choices of a run."""
     folder = tmp_path_factory.mktemp("skewed")
     save_skewed(folder, request.param)
     return folder, drawn(folder, 16, seed=1)[0].expert_choices
 
 
 def planned(config, sequences, **policy):
-    """A run of such prompts."""
+    """Return the planned run of `drawn`."""
     return PlannedRun(config, Policy(gpu_batch_size=sequences, **policy),
                       Workload(PROMPT, DRAWN, sequences, 1), 4, False, False, CacheOptions())
 

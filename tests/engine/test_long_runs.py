@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 HANG = 100  # seconds that a child may take, far more than on a busy machine
 FILE = "model.safetensors"
 NEW = 20  # more than the write-back log of a cache on disk
-FIRST, LAST = 40, 190  # tokens of a long run after which what it holds is compared
+FIRST, LAST = 40, 190  # tokens of a long run after which its resources are compared
 SIZES = {"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
          "tie_word_embeddings": False, "eos_token_id": None}
@@ -149,12 +149,12 @@ def status(key: str) -> int:
 
 
 def forget_peak() -> None:
-    """Let VmHWM begin with what is in memory."""
+    """Reset VmHWM to the current resident size."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def held() -> dict[str, int]:
-    """What this process holds and could leak."""
+    """Count the resources that this process could leak."""
     gc.collect()
     objects = gc.get_objects()
     names = [thread.name for thread in threading.enumerate()]
@@ -165,14 +165,14 @@ def held() -> dict[str, int]:
 
 
 def placed(disk: int) -> Policy:
-    """All that can be placed, so much of it on disk."""
+    """Return a policy with this percentage of everything on disk."""
     place = Placement(100 - disk, 0, disk)
     return Policy(gpu_batch_size=4, weights=place, cache=place)
 
 
 @contextlib.contextmanager
 def at_each_token(look):
-    """Call ``look(forward_pass)`` whenever a forward pass has its logits."""
+    """Call ``look(forward_pass)`` after each forward pass."""
     reduce = GenerationSampler.reduce
 
     def watched(self, batch, forward_pass, *rest):
@@ -187,7 +187,7 @@ def at_each_token(look):
 
 
 def in_child_decode(folder: str, model: str, disk: int, heavy: float | None) -> dict:
-    """Return the growth of what is held between two points of one run.
+    """Return the growth of resources between two points of one run.
 
     It is the least of five steps at each point, as jobs in progress hold some.
     """
@@ -222,7 +222,7 @@ def test_memory_does_not_grow_with_the_steps(run_child, disk, heavy):
 
 
 def in_child_calls(folder: str, model: str) -> dict:
-    """Return what is held after each of 16 calls, every fourth of which fails, and after close."""
+    """Return the resources after each of 16 calls, every fourth of which fails, and after close."""
     read = os.preadv
 
     def fail(descriptor, buffers, offset):

@@ -41,7 +41,7 @@ class Store:
 
 
 def in_ranks(count, work, **options):
-    """Let each rank do `work(pipeline)` in a thread; returns what the first one returned."""
+    """Run `work(pipeline)` on each rank in a thread. Return the result of rank 0."""
     store = Store()
 
     def rank(number):

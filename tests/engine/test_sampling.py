@@ -126,7 +126,7 @@ def test_rounding_errors_of_logits_rarely_change_tokens():
 @few
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=12, unique=True), st.randoms())
 def test_draws_depend_only_on_the_seed_of_a_request(keys, rng):
-    """Not on its row, nor on what is beside it."""
+    """Neither the row of a request nor its neighbours matter."""
     alone = {key: sampler() for key in keys}
     together = sampler()
     for step in range(4):
@@ -245,7 +245,7 @@ def test_logits_that_are_not_finite_raise(options, place, value, shown, dtype):
     assert caught.value.key == 7
     assert str(caught.value).startswith(f"the model's logits of prompt 7 are not finite ({shown})")
     assert "\n" not in str(caught.value)
-    requests[1].finish_reason = "stop"  # what it would go on with is nobody's business
+    requests[1].finish_reason = "stop"  # the logits of an ended request are ignored
     assert len(choose(logits.to(dtype), requests)) == 3
     for consumer in (PrefillScorer({7: [1, 2]}), DecodeScorer({7: [1, 2]})):
         batch = batch_of([request(7, [0, 1])])
@@ -320,7 +320,7 @@ def test_generation_ends_at_eos_or_the_length():
 
 
 def texts_to_score(data):
-    """Requests keyed in another order than they stand in, texts, and where continuations begin."""
+    """Draw texts, and the length of the context of each."""
     sizes = data.draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1,
                                max_size=6))
     rng = random.Random(data.draw(st.integers(0, 999)))

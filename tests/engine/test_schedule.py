@@ -56,7 +56,7 @@ def test_every_action_comes_once_and_computes_in_order(run):
     attentions = run.passes * run.layers * run.batches
     counts = Counter(action.op for action in run.actions)
     assert counts[Op.LOAD_CACHE] == attentions
-    unread = 0 if run.keeps else run.layers * run.batches  # what the last forward pass adds
+    unread = 0 if run.keeps else run.layers * run.batches  # added by the last forward pass
     assert counts[Op.STORE_CACHE] == attentions - unread
     hidden = run.passes * (run.units - 1) * run.batches
     assert counts[Op.LOAD_HIDDEN] == counts[Op.STORE_HIDDEN] == hidden
@@ -80,7 +80,7 @@ def test_dependencies_come_before_their_uses(run):
     for action, index in place.items():
         i, j, k = action.forward_pass, action.unit, action.batch
         if action.op is Op.COMPUTE:
-            # The action that reads what is loaded.
+            # The action that uses the loaded data.
             first = place.get(run.attention(action), index)
             assert first <= index
             assert place[Action(Op.LOAD_WEIGHTS, i, j, None)] < first

@@ -1,4 +1,4 @@
-"""Speculative decoding: the same tokens whatever is drafted, and what is drafted."""
+"""Speculative decoding: drafts change no token, and which tokens are drafted."""
 
 import random
 from itertools import accumulate
@@ -49,7 +49,7 @@ MODELS = ["llama", "mistral_window", "olmoe", *full("gemma2", "neox", "gpt_oss")
 
 
 class Guess:
-    """Drafts what is expected; each token is wrong with probability `wrong`."""
+    """Drafts the expected tokens; each is wrong with probability `wrong`."""
 
     def __init__(self, expected: list[list[int]], wrong: float):
         self._expected, self._wrong, self._random = expected, wrong, random.Random(0)
@@ -227,7 +227,7 @@ def test_tokens_do_not_depend_on_the_draft_model(tiny_model, tmp_path, monkeypat
 
 
 def test_a_draft_model_that_is_right_is_always_accepted(tiny_model, tmp_path, monkeypatch):
-    """Also in a second run, and with a larger vocabulary, of which it drafts no more tokens."""
+    """Also in a second run, and with a larger vocabulary, whose extra tokens are never drafted."""
     monkeypatch.setattr(DraftAutotune, "length", lambda self, sequences: 99)
     folder, options = tiny_model("llama").folder, {"max_new_tokens": 30, "eos_token_id": -1}
     with LLM(str(folder), dtype="float32") as llm:

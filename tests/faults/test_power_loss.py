@@ -50,7 +50,7 @@ def _opened(*_, **__):
 
 
 class ResultsCase:
-    """A batch job that answers 12 requests, of which one cannot run."""
+    """A batch job with 12 requests, one of which is invalid."""
 
     def __init__(self, source: Path):
         self._input = source / "in.jsonl"
@@ -87,7 +87,7 @@ class ResultsCase:
 
 
 class StoreCase:
-    """A server's store: uploads, of which one is deleted, and a batch to its end."""
+    """A server's store: two uploads, the deletion of one, and a whole batch."""
 
     def __init__(self, source: Path):
         del source

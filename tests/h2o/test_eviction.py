@@ -62,7 +62,7 @@ def definition(rows: np.ndarray, prompt_len: int, size: Budget | None, h2o: H2OC
 class Cache:
     """A batch of sequences in one layer, in fixed slots, as a KV cache drives the policy.
 
-    rows is float32 [sequences, kv_heads, tokens, tokens]; those of a sequence begin at 0.
+    rows is float32 [sequences, kv_heads, tokens, tokens]. The tokens of a sequence begin at 0.
     """
 
     h2o: H2OConfig

@@ -17,7 +17,7 @@ HEAD_DIMS = st.sampled_from([2, 6, 16, 20, 64, 80, 96, 128, 256])
 
 
 def keys_with_outliers(tokens, kv_heads, dim, *, seed):
-    """Keys of which some channels have a large mean, and some a large deviation."""
+    """Keys with large means in some channels and large deviations in others."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(tokens, kv_heads, dim, generator=generator)
     keys[..., :: max(1, dim // 4)] += 100

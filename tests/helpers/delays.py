@@ -1,4 +1,4 @@
-"""Threads at once, and random delays where they meet, drawn by seed."""
+"""Concurrent threads, and random delays at their synchronization points, drawn by seed."""
 
 import os
 import random

@@ -15,7 +15,7 @@ def run_stats(**figures: object) -> RunStats:
 
 
 class FakeLLM:
-    """What the fake LLMs have in common; `opened` notes them, or their options."""
+    """Base class of fake LLMs; `opened` records them, or their options."""
 
     opened: list = []
     chat_end_tokens = ()

@@ -54,7 +54,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Job:
-    """What the jobs have in common.
+    """Base class of the jobs.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class Job:
         raise NotImplementedError
 
     def check(self, refusal: str | None) -> None:
-        """Check the files after `work`, with what it has returned."""
+        """Check the files after `work`, given its result."""
         if refusal is None:
             assert (results := self.results()) == self.expected, (results, self.expected)
 
@@ -298,7 +298,7 @@ class Serve(Job):
         return self._results
 
     def again(self) -> None:
-        """Start a server on the same folder: what was accepted is there."""
+        """Start a server on the same folder, and check its files and batches."""
         from helpers.servers import flags, serving
 
         with serving(flags(self.model, self.folder / "data")) as served:

@@ -105,7 +105,7 @@ def open_llm(tiny, h2o: H2OConfig | None = None, *, chunk: int | None = None,
 
 
 def answers(llm: LLM, turns: list[list[int]], new: int = 12, **options) -> list[list[int]]:
-    """Return what a stream answers to each turn."""
+    """Return the answer of a stream to each turn."""
     with llm.stream(**options) as stream:
         return [stream.generate(turn, max_new_tokens=new, eos_token_id=-1).token_ids
                 for turn in turns]

@@ -94,7 +94,7 @@ def _correction(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[st
 
 
 def _split_maps(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """DeepSeek: the maps of each head, of which those to keys are transposed."""
+    """DeepSeek: key and value maps of each head; key maps are transposed."""
     if not name.endswith("kv_b_proj.weight"):
         yield from _correction(name, values, config)
         return
@@ -534,7 +534,7 @@ def stacked(tensors: Iterator[tuple[str, np.ndarray]]) -> Weights:
             number, _, rest = after.partition(".")
             if found_part and number.isdigit():
                 key = f"{before}.{part}.{rest}" if part == "experts" else f"{before}.{rest}"
-                # What the converter calls the merged tensors of Mixtral.
+                # The converter's names of Mixtral's merged tensors.
                 key = key.replace("model.layers", "layers").replace(
                     "block_sparse_moe", "feed_forward") if "block_sparse" in key else key
                 several.setdefault(key, []).append((int(number), values))
@@ -587,7 +587,7 @@ def add_tokenizer(writer: GGUFWriter, split: str = "qwen2") -> None:
 SCALE_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
                 "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
                 "IQ4_NL": (0,), "IQ4_XS": (0,)}
-"""The float16 scale of a block, and that of its zero points, by type."""
+"""Byte offsets of the float16 scale and of the scale of zero points in a block, by type."""
 _REACH = {"Q4_0": (8,), "Q4_1": (15, 1), "Q5_0": (16,), "Q5_1": (31, 1), "Q8_0": (128,),
           "Q2_K": (45, 15), "Q3_K": (128,), "Q4_K": (945, 63), "Q5_K": (1953, 63),
           "Q6_K": (4096,), "IQ4_NL": (127,), "IQ4_XS": (4064,)}  # what these are multiplied by

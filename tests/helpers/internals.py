@@ -39,16 +39,16 @@ def allow_forks() -> None:
     exclusive._first_process = None
 
 
-# What is held
+# State
 
 
 def _workspace_of(session):
-    """That of a `StreamingSession`, or the last of an `LLM`."""
+    """Return the workspace of a `StreamingSession`, or the last one of an `LLM`."""
     return session._engine._spares[-1] if isinstance(session, LLM) else session._workspace
 
 
 def cache_of(session):
-    """The cache in which an `LLM` or a `StreamingSession` has generated."""
+    """Return the cache that an `LLM` or a `StreamingSession` has last used."""
     return _workspace_of(session).cache
 
 
@@ -61,42 +61,42 @@ def states_of(cache) -> list:
 
 
 def scratch_bytes(session) -> int:
-    """Bytes of the workspace."""
+    """Return the bytes of the workspace's scratch memory."""
     return _workspace_of(session).operations.nbytes
 
 
 def buffer_bytes(part) -> int:
-    """Bytes that a part of a cache has taken, with what is lost to alignment."""
+    """Return the bytes of a part of a cache, including alignment."""
     return part._buffer.nbytes
 
 
 def slots_of(layer):
-    """Keys and values of a layer of transformers' cache."""
+    """Return the keys and values of a layer of transformers' cache."""
     return layer._slots
 
 
 def stage_of(llm):
-    """The layers that a rank has."""
+    """Return the layers of a rank."""
     return llm._engine.runner.stage
 
 
 def source_of(llm):
-    """The model that an LLM has loaded, before it is read."""
+    """Return the source of an LLM's model."""
     return llm._engine.runner.source
 
 
 def weights_of(llm):
-    """Where the weights are kept: `units`, and the tier of each by name."""
+    """Return the weight store: `units`, and the tier of each weight by name."""
     return llm._engine.runner.weights
 
 
 def slots_of_experts(llm) -> list:
-    """The staging buffers of a mixture's experts."""
+    """Return the staging buffers of a mixture's experts."""
     return llm._engine.runner._experts._buffers
 
 
 def experts_in_slots(llm) -> set[tuple[int, int]]:
-    """The keys of the experts that have slots."""
+    """Return the keys of the experts in slots."""
     return set(llm._engine.runner._experts._policy.cached)
 
 
@@ -120,20 +120,20 @@ def watch_arrivals(monkeypatch, llm) -> list[list[list[tuple[int, int]]]]:
 
 
 def weight_sizes(llm) -> dict[str, int]:
-    """Bytes of each weight, by name."""
+    """Return the bytes of each weight, by name."""
     store = weights_of(llm)
     return {spec.name: store._bytes(spec) for spec in store._specs()}
 
 
 def extents_of(llm) -> dict:
-    """Where each weight that is read from disk again and again lies, by name."""
+    """Return the file extent of each weight on disk, by name."""
     store = weights_of(llm)
     return {spec.name: store.files.extent(spec) for spec in store._specs()
             if store.tiers[spec.name] == "disk"}
 
 
 def staging_bytes(llm) -> list[int]:
-    """Bytes on the device of each buffer for fetched weights."""
+    """Return the bytes on the device of each buffer for fetched weights."""
     store = weights_of(llm)
     shards = () if store._stream is None else store._stream.buffers
     return [buffer.device.nbytes for buffer in (*store._ring.buffers, *shards)]
@@ -145,11 +145,11 @@ def shards_out_of_order(llm) -> int:
 
 
 def kept_intervals(links, link: str) -> int:
-    """Intervals of a link that are kept one by one."""
+    """Return the number of intervals that are kept of a link."""
     return len(links._busy[link].intervals)
 
 
-# What is done in another way
+# Patches
 
 
 _answer_of_subprocess = ChatRenderer._answer
@@ -176,7 +176,7 @@ def render_with(renderer, template: str, messages, arguments=None, **limits: flo
 
 
 def before(monkeypatch, owner: type, name: str, look) -> None:
-    """Call ``look(self, *arguments)`` before a method does its work; what it raises ends it."""
+    """Call ``look(self, *arguments)`` before each call of a method. Its exceptions propagate."""
     work = getattr(owner, name)
 
     def watched(self, *arguments, **options):
@@ -236,7 +236,7 @@ def open_devices(monkeypatch, make) -> None:
 
 
 def change_configs(monkeypatch, change) -> None:
-    """Let each `LLM` take what ``change(config)`` makes of its model's config."""
+    """Replace the config of each `LLM`'s model by ``change(config)``."""
     find_model = prepare.find_model
 
     def changed(*arguments, **options):
@@ -265,17 +265,17 @@ def queues_with(transfers, pool) -> list:
 
 
 def flush(transfers, queue: str) -> None:
-    """Wait until the copies of a queue are done."""
+    """Wait for the copies of a queue."""
     transfers._queues[queue].flush()
 
 
 def under_lock(transfers) -> bool:
-    """Whether somebody holds the lock of the latest jobs."""
+    """Return whether the lock of the latest jobs is held."""
     return transfers._lock.locked()
 
 
 def keep_latest_in(monkeypatch, transfers, latest: dict) -> None:
-    """Let this mapping keep the latest job of each queue."""
+    """Store the latest job of each queue in this mapping."""
     monkeypatch.setattr(transfers, "_latest", latest)
 
 
@@ -320,12 +320,12 @@ def before_conversions(monkeypatch, look) -> None:
 
 
 def quantize_in_a_new_way(monkeypatch) -> None:
-    """Let quantized weights be another version than those that are kept."""
+    """Change the version of quantized weights, so that cached copies are outdated."""
     monkeypatch.setattr(quantized, "_VERSION", quantized._VERSION + 1)
 
 
 def plan_with(llm, change) -> None:
-    """Let an `LLM` plan with the limits that ``change(workload, limits)`` makes of what is free."""
+    """Let an `LLM` plan with ``change(workload, limits)`` in place of the free memory."""
     plan = llm._memory.plan
 
     def planned(policy, cache, workload, *, loaded_bytes):

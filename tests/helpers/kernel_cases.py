@@ -30,7 +30,7 @@ from flexgen_h2o.kernels.reference import attention as reference
 from helpers import selection
 
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Of prefill's outputs: weights may be rounded before they meet the values. Decode's are not."""
+"""Error of prefill's outputs: attention weights may be rounded. Decode rounds none."""
 FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
 MIXED = [(8, 4), (4, 8)]
 """Forms of keys and of values that differ."""
@@ -59,10 +59,10 @@ SETS = tested_sets(AVAILABLE)
 TILED = [name for name in AVAILABLE if name.startswith("amx")]
 """Sets with AMX tiles or their emulation."""
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-"""Relative rounding errors of products; for float32 that of the sums."""
+"""Relative rounding errors of matmuls; in float32, of their sums."""
 
 MXFP4, COMPACT = 4.25, 4.5
-"""Stand for 4 bits in MXFP4 and with compact scales."""
+"""Bit widths that mean MXFP4, and 4 bits with compact scales."""
 MATRIX_SHAPES = [(1, 1, 64), (16, 64, 64), (33, 200, 64), (50, 576, 64), (32, 130, 32), (97, 8, 8),
                  (40, 96, 16), (7, 72, 24)]
 """Outputs, inputs, group: neither, either or both fill up their tiles and groups."""
@@ -182,7 +182,7 @@ def check_quantized_linear(function, matrix, values, rows, *, dtype, bias=True, 
     terms = seen.abs() @ values.double().abs().T
     bound = 1.01 * EPSILON[dtype] * expected.abs() + 1e-5 * (
         terms + offset * seen.abs().sum(1, keepdim=True))
-    if unpacked:  # each weight is rounded, and the product before it is added to what is there
+    if unpacked:  # each weight is rounded, and the product before it is accumulated
         bound += 1.01 * EPSILON[dtype] * (terms + product.abs())
     assert ((out.double() - expected).abs() <= bound).all()
     assert wide[:, outputs:].isnan().all()
@@ -226,7 +226,7 @@ def same(one, other) -> bool:
 
 
 def sinks_of(attention: AttentionVariant, heads: int) -> torch.Tensor | None:
-    """Learned logits of some heads, the first of which has the largest of all its logits."""
+    """Return learned sinks of heads; the first one exceeds all logits of its head."""
     if not attention.sinks:
         return None
     sinks = torch.randn(heads) * 2
@@ -454,7 +454,7 @@ def decode_case(cached: Sequence[int], *, stored=torch.float32, group=1, kv_head
 
 
 def smoothing_of(kv_heads, dim):
-    """Constants of keys of which some channels have a large mean and some a large deviation."""
+    """Return smoothing constants of keys with large means and deviations in some channels."""
     return KeySmoothing(torch.randn(kv_heads, dim), torch.rand(kv_heads, dim) + 0.5)
 
 

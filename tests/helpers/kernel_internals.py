@@ -26,7 +26,7 @@ def calls(program) -> list[str]:
 
 
 def forget_kernels() -> None:
-    """Let the next operation look for the library of kernels afresh."""
+    """Let the next operation load the kernel library again."""
     for cached in (cpu_library._library, ops._has_kernels):
         cached.cache_clear()
 

@@ -16,7 +16,7 @@ from helpers.tiny_models import make_tiny
 
 @dataclass(frozen=True)
 class MtpModel:
-    """A saved model, and its layer for multi-token prediction.
+    """A saved model and its layer for multi-token prediction.
 
     `extra` has the layer's tensors beside those of a decoder layer, by name.
     """

@@ -15,7 +15,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 def program(path: str) -> ModuleType:
-    """A program by its path in the repository, such as ``examples/chat.py``."""
+    """Return a program by its path in the repository, like ``examples/chat.py``."""
     spec = importlib.util.spec_from_file_location(f"{Path(path).stem}_program", ROOT / path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up

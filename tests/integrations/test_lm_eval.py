@@ -216,7 +216,7 @@ def test_absent_data_is_an_error_in_one_line(folder, task, tmp_path, capsys):
 
 
 def raised_from(cause: Exception) -> Exception:
-    """A dataset's error, as it is when the network fails in the middle."""
+    """Return the error of a dataset whose download fails halfway."""
     error = datasets.exceptions.DatasetGenerationError("no data")
     error.__cause__ = cause
     return error
@@ -459,7 +459,7 @@ def test_flags_of_the_harness_beside_model_args(folder):
     make = FlexGenLM.create_from_arg_obj
     with pytest.raises(UserError, match="give --device or device"):
         make({"pretrained": folder, "device": "cpu"}, {"device": "cuda:1"})
-    # What the command line says unasked.
+    # Defaults of the command line.
     lm = make({"pretrained": folder, "device": "cpu", "gpu_batch_size": 2},
               {"device": "cuda:0", "batch_size": 1})
     assert lm.llm.policy.gpu_batch_size == 2

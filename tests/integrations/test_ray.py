@@ -51,7 +51,7 @@ def cluster(ray) -> Iterator[None]:
 
 
 def command_line(process: psutil.Process) -> str:
-    """What a process runs; nothing if it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:

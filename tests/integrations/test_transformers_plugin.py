@@ -367,7 +367,7 @@ def test_reset_and_selection_of_sequences(tiny_model):
         assert (cache.nbytes(), cache.get_seq_length()) == (0, 0)
         assert plain(tiny.model, prompts, **cached(cache), new=7) == [
             one[:7] for one in expected]
-        # Two of them go on, in another order, from where they stand.
+        # Two of them continue, in another order.
         cache.batch_select_indices(torch.tensor([2, 0]))
         whole = [(prompts[row], expected[row][:7]) for row in (2, 0)]
         batch = batch_of([prompt for prompt, _ in whole])
@@ -379,7 +379,7 @@ def test_reset_and_selection_of_sequences(tiny_model):
     assert out[:, -7:].tolist() == [expected[row][7:] for row in (2, 0)]
 
 
-# A model stays what it was
+# The model is unchanged
 
 
 def test_disabling_restores_the_model(tiny_model):

@@ -55,7 +55,7 @@ def unpacked(data: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:
 
 
 def repacked(packed: np.ndarray, name: str, layout: MatrixLayout, order=None) -> torch.Tensor:
-    """The bytes of a matrix, none of which is left as it was."""
+    """Return the bytes of a matrix; each differs from the initial ones."""
     results = []
     for fill in (0, 255):
         out = torch.full((layout.nbytes,), fill, dtype=torch.uint8)

@@ -28,7 +28,7 @@ def matrix(outputs, inputs, bits, generator):
 
 
 def case(rows, hidden, wide, count, chosen, bits, *, seed=0, missing=(), biased=False):
-    """x, ids, shares and the experts, some of which are missing; x is strided."""
+    """Return x (strided), ids, shares and the experts, some of which are missing."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.full((rows, hidden + 3), float("nan")).bfloat16()
     x[:, :hidden] = torch.randn(rows, hidden, generator=generator).bfloat16()

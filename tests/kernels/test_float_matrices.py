@@ -52,7 +52,7 @@ def test_sizes_of_mxfp4():
        st.integers(0, 2**31))
 @settings(max_examples=examples(60))
 def test_rows_are_exact(way, outputs, inputs, seed):
-    """Whatever the exponents, up to the largest whose numbers float32 holds."""
+    """For all exponents whose numbers float32 holds."""
     matrix, values = case(outputs, inputs, low=0, high=252, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.cat([torch.arange(outputs), torch.randint(outputs, (5,), generator=generator)])

@@ -36,7 +36,7 @@ def file(tmp_path_factory):
 
 
 def missing_tokens(seed: int, counts: list[int]) -> torch.Tensor:
-    """So many tokens of each head, most of them near others, each with a slot of its own."""
+    """Draw `count` tokens of each head, most of them near others, each with its own slot."""
     generator = torch.Generator().manual_seed(seed)
     results = []
     for head, count in enumerate(counts):
@@ -48,7 +48,7 @@ def missing_tokens(seed: int, counts: list[int]) -> torch.Tensor:
 
 
 def lines(records: torch.Tensor, missing: torch.Tensor) -> torch.Tensor:
-    """What the file holds of missing tokens, [n, token_bytes]."""
+    """Return the bytes of missing tokens in the file, [n, token_bytes]."""
     head, token, _ = missing
     held = records[head, token // LAYOUT.page_tokens, : LAYOUT.page_tokens * LAYOUT.token_bytes]
     held = held.unflatten(1, (LAYOUT.page_tokens, -1))

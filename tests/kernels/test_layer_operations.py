@@ -162,7 +162,7 @@ def test_invalid_arguments_write_nothing():
 
 
 def operations(x, matrix, out, tables, *, capture=None):
-    """Some operations on x [rows, 32], each of which needs what the one before wrote."""
+    """Run operations on x [rows, 32]; each reads the result of the one before."""
     named = {} if capture is None else {"capture": capture}
     native.norm(x, None, None, out, eps=1e-6, centered=False, **named)
     native.rotate(out.view(len(x), 2, 16), *tables, **named)

@@ -190,7 +190,7 @@ def test_scale_search_reduces_the_error_of_every_group(backend, shape, bits):
 def test_scale_search_minimizes_the_weighted_error(backend, bits):
     weight, layout = weights(33, 200), matrix_layout(33, 200, bits)
     importance = torch.rand(200) ** 8
-    importance[64:128] = 0  # a group of which nothing counts
+    importance[64:128] = 0  # a group without importance
 
     def error(importance_of_search, quantize=ops.quantize_matrix):
         data = quantize(weight, layout, search=True, importance=importance_of_search)
@@ -205,7 +205,7 @@ def test_scale_search_minimizes_the_weighted_error(backend, bits):
 
 
 def check_output(weight, bits, *, search):
-    """A product is off by no more than what half a scale of each group can make of x."""
+    """Check that a product is off by no more than half a scale of each group."""
     layout = MatrixLayout(*weight.shape, bits)
     matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout, search=search), layout)
     x = torch.randn(6, weight.shape[1])

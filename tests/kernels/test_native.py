@@ -1,4 +1,4 @@
-"""What is special to the C++: instruction sets, threads, memory, and what can be missing."""
+"""The C++ library: instruction sets, threads, memory, and missing or damaged builds."""
 
 import functools
 import logging
@@ -217,7 +217,7 @@ def test_invalid_tensors_raise_and_write_nothing():
     refused = 0
     for function, arguments in calls():
         name = function.__name__
-        function(**{key: copied(x) for key, x in arguments.items()})  # as it is, it goes
+        function(**{key: copied(x) for key, x in arguments.items()})  # valid arguments are accepted
         for key, x in arguments.items():
             for bad in spoiled(x) if isinstance(x, torch.Tensor) else ():
                 if (name, key) in FREE and bad.dtype == x.dtype and bad.is_cpu:
@@ -408,7 +408,7 @@ def test_calls_give_their_memory_back():
 
 @pytest.fixture
 def reloaded(monkeypatch, caplog):
-    """A function that makes the kernels be loaded afresh, from `file`."""
+    """Return a function that loads the kernels again, from `file`."""
     def load(file=None):
         if file is not None:
             monkeypatch.setenv("FLEXGEN_H2O_NATIVE", str(file))

@@ -163,7 +163,7 @@ def test_large_logits_do_not_overflow(function, dtype, size):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that any operation returns."""
+    """Records the largest number of elements that an operation returns."""
 
     elements = 0
 

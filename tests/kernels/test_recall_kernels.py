@@ -130,7 +130,7 @@ def test_kernels_equal_the_reference(isa):
 
 
 def recall(some, *, capture=None):
-    """The three operations, called one by one or noted in a program: what they choose and give."""
+    """Run the three operations eagerly or captured. Return their results."""
     noted = {} if capture is None else {"capture": capture}
     variant = VariantArguments.from_variant(*some["options"].values())
     shared = {"metadata": some["metadata"], "variant": variant}

@@ -90,7 +90,7 @@ def test_emulated_tiles_are_bit_identical(programs, spread):
 
 
 def test_denormals_are_zeros(programs):
-    """In A, in B and in C, and what a sum leaves."""
+    """In A, in B, in C and in the sum."""
     size, one = (16, 16, 16), halves(np.ones((16, 16, 2)))
     tiny, none = halves(np.full((16, 16, 2), 2.0**-130)), np.zeros((16, 16), np.float32)
     small = halves(np.full((16, 16, 2), 2.0**-70))

@@ -174,7 +174,7 @@ def test_decode_of_every_form_of_attention(attention, stored, group):
                 (4, 96, DEFAULT_VARIANT),
                 (8, 64, ATTENTION[1]), (4, 128, ATTENTION[2]), (4, 80, ATTENTION[-1]))], ids=str)
 def test_decode_reads_codes_in_place(monkeypatch, bits, dim, attention):
-    """Of one head, and of several one by one, as they are without matrix units."""
+    """One head at a time, as without matrix units."""
     monkeypatch.setattr(triton_decode, "_read", None)
     options = {"stored": bits, "dim": dim, "attention": attention, "kv_heads": 2}
     check_step([33], **options)

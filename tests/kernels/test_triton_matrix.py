@@ -103,7 +103,7 @@ def test_linear_of_skinny_matrices(rows, form, dtype):
 
 @pytest.mark.parametrize("rows", [9, 65, *full(*range(1, 66))])
 def test_linear_of_any_rows(rows):
-    """Of 1 to 65 rows, with what is left over of tiles and groups, and without."""
+    """Of 1 to 65 rows, with and without partial tiles and groups."""
     shape = [(70, 129), (64, 128), (5, 600)][rows % 3]
     check_linear(rows, shape, FORMS[rows % len(FORMS)], bias=rows % 2 == 0, add=rows % 5 == 0,
                  dtype=torch.float16)

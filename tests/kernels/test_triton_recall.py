@@ -117,7 +117,7 @@ def test_new_tokens_are_stored_in_given_slots():
     *full_cases(*((bits, *form) for bits in (8, 4, *MIXED) for form in (
         (64, DEFAULT_VARIANT), (80, CAPPED), (128, CAPPED))))])
 def test_recalled_codes_are_read_in_place(monkeypatch, bits, dim, variant):
-    """Of one head, and of several one by one, as they are without matrix units."""
+    """One head at a time, as without matrix units."""
     monkeypatch.setattr(triton_decode, "_read", None)
     for gpu, group in ((None, 1), (T4, 3)):
         some = case(group=group, dim=dim, stored=bits, attention=variant, sequences=2, tokens=40)

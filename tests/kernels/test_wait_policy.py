@@ -61,7 +61,7 @@ def test_threads_sleep_while_other_processes_need_cpus(machine, count, others, a
             policy.update()
             assert is_asleep(policy) == asleep, "too soon to tell"
             machine.pass_time(wait_policy.WINDOW, 0)
-            machine.busy = machine.clock * 3  # nobody else since the start
+            machine.busy = machine.clock * 3  # no other process since the start
             policy.update()
             assert not is_asleep(policy)
             machine.pass_time(1, 4)

@@ -18,7 +18,7 @@ H2O = {"h2o": H2OConfig(heavy_ratio=0.15)}
 
 
 def test_a_block_does_not_wait_for_one_long_answer(tiny_model):
-    """The others' outputs come before it, and few slots are idle."""
+    """The other outputs come first, and few slots are idle."""
     prompts = make_prompts(96, [9] * 16)
     params = [SamplingParams(max_new_tokens=40 if key == 0 else 3 + key % 2, eos_token_id=-1)
               for key in range(16)]

@@ -52,7 +52,7 @@ def reference(tiny, **options) -> list[list[int]]:
 
 
 def value_of(name: str, plain: list[list[int]]) -> dict:
-    """A value of a parameter that changes the greedy text, with what it needs beside it."""
+    """Return a value of a parameter that changes the greedy text, and the parameters it needs."""
     first, later = plain[0][0], plain[0][4]
     return {"repetition_penalty": {name: 1.7}, "no_repeat_ngram_size": {name: 2},
             "suppress_tokens": {name: [first, later, 10**6]},

@@ -50,7 +50,7 @@ def test_calls_in_the_same_workspace(tiny_model, tmp_path, device):
 
 
 def test_outputs_come_block_by_block(tiny_model, tmp_path):
-    """They equal those of `generate`, with other calls in between, and may be dropped."""
+    """They equal the outputs of `generate`, with other calls in between, and may be dropped."""
     tiny = tiny_model("llama")
     prompts = make_prompts(100, [5, 30, 3, 17, 9])
     policy = Policy(gpu_batch_size=1, num_gpu_batches=2, cache=Placement(0, 0, 100))

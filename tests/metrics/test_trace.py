@@ -1,4 +1,4 @@
-"""The time line of a run: what is recorded and written; memory while it goes on."""
+"""Traces of runs: spans, samples of memory, and the written file."""
 
 import json
 import threading

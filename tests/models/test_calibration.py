@@ -179,14 +179,14 @@ def test_calibration_reduces_the_error_of_outliers(tiny_model, tmp_path, text, c
 
 
 def output_error(checkpoint, name, layout, weight, x):
-    """Mean square of what a quantized weight changes of its outputs, relative to theirs."""
+    """Return the relative mean squared error of the outputs of a quantized weight."""
     data = torch.empty(layout.nbytes, dtype=torch.uint8)
     checkpoint.read(f"{name}.weight", data)
     quantized = reference_matrix.unpack_rows(data, layout, torch.arange(len(weight)), torch.float32)
     return float((x @ (quantized - weight).T).square().mean() / (x @ weight.T).square().mean())
 
 
-# What is kept
+# The weight cache
 
 
 def test_calibrated_weights_are_cached_per_text(words_model, tmp_path, text, cache, monkeypatch):

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read is what was written, and what is wrong is refused in one line."""
+"""Checkpoints: read values equal the written ones; damaged files are errors in one line."""
 
 import json
 import os

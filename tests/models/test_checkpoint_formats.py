@@ -286,7 +286,7 @@ def test_fp8_as_transformers(tmp_path, scale_dtype, shape, scales):
                                          ("qwen3_next", "linear_attn.in_proj_qkvz"),
                                          ("qwen3_5_moe", "self_attn.q_proj")])
 def test_fp8_matrices_and_float32_routers(tiny_model, tmp_path, key, matrix):
-    """Of MiniMax M2, DeepSeek V3, Qwen3-Next and Qwen3.5 as they are published."""
+    """In the published layouts of MiniMax M2, DeepSeek V3, Qwen3-Next and Qwen3.5."""
     from transformers import AutoModelForCausalLM
 
     folder = tiny_model(key).folder

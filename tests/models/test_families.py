@@ -242,7 +242,7 @@ def test_a_mistral_with_windows_in_some_layers(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("key", ["opt", "neox"])
 def test_head_dim_that_differs_from_the_checkpoint(tiny_model, tmp_path, key):
-    """Of families whose config.json has no such key; transformers goes by it in part."""
+    """Of families without this key in config.json."""
     folder = Path(shutil.copytree(tiny_model(key).folder, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"head_dim": 24}))
@@ -250,7 +250,7 @@ def test_head_dim_that_differs_from_the_checkpoint(tiny_model, tmp_path, key):
 
 
 def test_documented_family_example(monkeypatch, tmp_path):
-    """docs/contributing.md adds a family: its code as it stands there."""
+    """The code of docs/contributing.md that adds a family."""
     from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
     text = (Path(__file__).parents[2] / "docs" / "contributing.md").read_text(encoding="utf-8")

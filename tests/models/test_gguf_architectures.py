@@ -28,7 +28,7 @@ from flexgen_h2o.models.gguf.header import read_header
 from flexgen_h2o.models.registry import FAMILIES, read_config
 from flexgen_h2o.models.sources import checkpoint_folder
 
-# What a GGUF does not know, and no model of today sets otherwise (or training alone uses).
+# Keys that GGUF files lack: current models keep their defaults, or only training uses them.
 UNKNOWN = {"initializer_range", "use_cache", "_name_or_path", "transformers_version", "dtype",
            "attention_dropout", "resid_pdrop", "embd_pdrop", "router_aux_loss_coef",
            "output_router_logits", "max_window_layers", "hidden_dropout", "classifier_dropout",
@@ -73,7 +73,7 @@ ITS_OWN = ("llama", "gemma3", "qwen2moe",
 
 
 FEW = ("llama", "gptneox", "gemma3", "qwen2moe", "deepseek2")
-"""Architectures of which tokens are compared, too; with --all of every one."""
+"""Architectures whose tokens are compared; with --all, each one's are."""
 
 
 @pytest.mark.parametrize("name", ITS_OWN)

@@ -68,7 +68,7 @@ def harmless(tmp_path, watch, monkeypatch) -> Iterator[None]:
     for name, folder in {"HOME": "home", "FLEXGEN_H2O_CACHE": "cache", "TMPDIR": "tmp"}.items():
         (tmp_path / folder).mkdir()
         monkeypatch.setenv(name, str(tmp_path / folder))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # or it would stay what it was found to be
+    monkeypatch.setattr(tempfile, "tempdir", None)  # otherwise the cached folder stays
     monkeypatch.chdir(tmp_path)
 
     def status(key: str) -> int:

@@ -1,4 +1,4 @@
-"""Configs: both spellings, transformers' defaults, published shapes, and what is refused."""
+"""Configs: both spellings, transformers' defaults, published shapes, and errors."""
 
 import copy
 import json
@@ -185,7 +185,7 @@ def test_null_head_sizes(model_type, keys):
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
 def test_biases_that_config_json_does_not_choose(model_type):
-    """transformers looks at no such key of these models, which a converter may leave behind."""
+    """transformers ignores these keys, which converters may leave behind."""
     keys = {"attention_out_bias": True, "mlp_bias": True}
     if model_type != "qwen3":
         keys["attention_bias"] = model_type == "mistral"

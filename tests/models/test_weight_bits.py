@@ -256,7 +256,7 @@ def test_other_bits_are_refused(tiny_model, bits):
 
 
 def rounding(tiny, bits):
-    """The model with rounded weights, whose products round what they are given."""
+    """Return the model with rounded weights that also rounds the inputs of its matmuls."""
     rounded = Rounded(tiny, bits)
     for module in rounded.model.modules():
         if isinstance(module, torch.nn.Linear):

@@ -253,7 +253,7 @@ def test_recall_reads_what_is_missing_and_writes_each_token_once():
     take 1 - exp(-1 - 1 / 8) of the time for the whole cache."""
     whole = 12 * 8 * 68.5 * SLOT
     taken = 1 - math.exp(-1.125)
-    held = 2 * 18 / 68.5  # twice what is chosen of all 72 slots
+    held = 2 * 18 / 68.5  # twice the selected tokens
     missing = RecallRates(miss_factor=68.5 / 16 / 128 * held**0.5 / (1 - held) ** 1.5,
                           fetch_overhead=2)
     for overlap in (False, True):
@@ -264,7 +264,7 @@ def test_recall_reads_what_is_missing_and_writes_each_token_once():
         assert step.resources["disk->cpu"] == pytest.approx(whole * taken)
         assert step.resources["cpu->disk"] * 1e30 == pytest.approx(12 * 8 * SLOT)
         attending = replace(hardware, compute=replace(FREE, layer_seconds=1e5))
-        # Compute waits for what it has chosen.
+        # Compute waits for the selected tokens.
         waits = 12 * 2 * (1 + 2) * 1e5 + whole * taken
         assert estimate(attending, run).step.seconds == pytest.approx(
             max(waits, step.seconds), rel=1e-6)
@@ -407,7 +407,7 @@ def test_sparse_attention_leaves_values_in_host_memory():
 
 
 def test_concurrent_resources_interfere():
-    """Beside the busiest resource a part of what the others would take alone."""
+    """A share of the other resources' time is added to that of the busiest one."""
     compute = replace(FREE, layer_seconds=LAYER / 4.0)
     run, free = planned(weights=ON_DISK, gpu=False), machine(compute, gpu=False)
     alone, beside = (estimate(replace(free, interference=share), run).step for share in (0, 0.25))

@@ -12,7 +12,7 @@ from flexgen_h2o.planning.planned_run import ExpertUse
 
 @st.composite
 def expert_choices(draw):
-    """Choices of some layers, one of which has no experts, with texts or without."""
+    """Draw expert choices of some layers, one without experts, with texts or without."""
     experts, per_token = draw(st.integers(2, 12)), draw(st.integers(1, 2))
     layer = st.lists(st.integers(0, 1000), min_size=experts, max_size=experts)
     counts = [*draw(st.lists(layer, min_size=1, max_size=4)), [draw(st.integers(1, 99))] * experts]

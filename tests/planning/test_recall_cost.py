@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 EARLIER = Path(__file__).with_name("data") / "recall_attention.csv"
 """Attention with recall by earlier kernels on a Zen 4."""
 FIT = Path(__file__).with_name("data") / "recall_disk_fit.csv"
-"""The rows that `RecallRates` is fit_recall_rates to, of another text than those of `RESULTS`."""
+"""The rows that the default `RecallRates` are fitted to, of another text than `RESULTS`."""
 RECALL, PLAIN = RecallRates(), CacheOptions()
 HEADS, DIM = 32, 128
 """Sequences times KV heads, and numbers of a key, in the rows of attention."""
@@ -122,7 +122,7 @@ def test_a_disk_reads_as_much_as_was_measured(path, prompt_len, bound):
 @settings(max_examples=examples(20))
 @given(st.floats(0.02, 6), st.sampled_from([1, 125, 400]), st.integers(0, 2**32))
 def test_scattered_groups_are_read_as_the_engine_does(groups, length, seed):
-    """Groups of one record or of several, 1,000 of which are read across."""
+    """Groups of one record or of several; gaps of up to 1,000 records are read, too."""
     gap, count = 1000, 4_000_000 if selection.every_case else 1_000_000
     there = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < groups / gap
     records = (there.nonzero() + torch.arange(length)).flatten().unique()

@@ -1,4 +1,4 @@
-"""What a server refuses: keys, hosts, origins, limits of bodies, arbitrary requests."""
+"""Requests that a server refuses: keys, hosts, origins, large bodies, arbitrary ones."""
 
 import asyncio
 import json

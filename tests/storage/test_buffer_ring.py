@@ -83,7 +83,7 @@ class Engine:
         self.met.append((tensor.unique().tolist(), value))
 
     def own(self, key: int, value: int) -> None:
-        """The next buffer becomes the key's and nobody else's."""
+        """Give the next buffer to the key."""
         turn = next(self.turns)
         self.live.pop(self.owners[turn], None)
         self.owners = [None if owner == key else owner for owner in self.owners]
@@ -150,7 +150,7 @@ def test_buffers_in_use_are_never_touched_by_threads(seed):
 
 
 def check_acts(engine: Engine, acts: list[tuple[str, int]]) -> None:
-    """Do acts to the end: everything that was read was what it had to be."""
+    """Run all acts, and check all values that were read."""
     for act, number in acts:
         engine.act(act, number)
     engine.wait_for_all()
@@ -210,7 +210,7 @@ def test_compute_ends_before_buffers_are_freed():
 
 def test_interrupted_submit_ends_before_buffers_are_freed(monkeypatch):
     class Interrupted(dict):
-        """The latest jobs, of which one is queued, and then Ctrl-C comes."""
+        """The latest jobs; Ctrl-C comes when one is queued."""
 
         def __setitem__(self, queue, handle):
             raise KeyboardInterrupt
