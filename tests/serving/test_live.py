@@ -17,7 +17,7 @@ from flexgen_h2o.engine.detokenization import ReasoningParser, without_beginning
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.requests.request import Defaults, parse_request
 from flexgen_h2o.requests.tokenizing import RequestTokenizer, TokenizedRequest
-from flexgen_h2o.serving.live import LiveRequest, StreamOptions
+from flexgen_h2o.serving.live import LiveRequest, ResponseOptions
 from flexgen_h2o.serving.metrics import Metrics
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "w5 w6"}], "temperature": 0,
@@ -194,7 +194,7 @@ def test_streams_split_reasoning_and_stop(text, want):
             live.add_text(0, character, False)
         live.add_output(live.request, 0, output)
         return [json.loads(event[6:]) async for event in
-                live.events(StreamOptions({"stream": True})) if event[6:12] != b"[DONE]"]
+                live.events(ResponseOptions({"stream": True})) if event[6:12] != b"[DONE]"]
 
     deltas = [part["choices"][0]["delta"] for part in asyncio.run(parts())]
     assert tuple("".join(delta.get(name) or "" for delta in deltas)
