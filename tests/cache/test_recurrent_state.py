@@ -72,6 +72,6 @@ def test_drafts_are_refused(tiny_model):
     ({"layer_types": ["linear_attention"] * 2}, "without any layer of full attention"),
     ({"linear_num_key_heads": 3, "linear_num_value_heads": 4}, "value heads of linear attention"),
     ({"hidden_act": "gelu"}, "hidden_act")])
-def test_configs_that_are_refused(values, words):
+def test_unsupported_configs_are_errors(values, words):
     with pytest.raises(UserError, match=words):
         from_transformers({"model_type": "qwen3_5_text", "num_hidden_layers": 2, **values}, "x")

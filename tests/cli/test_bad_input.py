@@ -215,7 +215,7 @@ def time_limit(seconds: float):
 
 @pytest.mark.parametrize(("value", "argv"), [
     (float("nan"), ()), (3e38, ("--prompt-len", "40", "--num-window-length", "8", *DISK))])
-def test_weights_that_are_not_finite(model, workdir, capfd, value, argv):
+def test_nonfinite_weights_are_an_error(model, workdir, capfd, value, argv):
     tensors = load_file(model / "model.safetensors")
     tensors["lm_head.weight"].fill_(value)
     save_file(tensors, model / "model.safetensors")
@@ -389,7 +389,7 @@ def test_a_good_run_writes_all_results(model, workdir, capfd):
     ("--hh-ratio", "0.1", "--hh-all", "false", "--score", "mean", "--cache-bits", "8"),
     ("--num-window-length", "16", "--eviction", "sink-window", "--key-bits", "8",
      "--value-bits", "4")])
-def test_the_plan_counts_what_is_cached(model, workdir, argv):
+def test_planned_cache_bytes_equal_the_run(model, workdir, argv):
     argv = [*SHORT, "--model", "model", "--prompt-len", "40", "--gen-len", "9", "--csv", "r.csv",
             "--no-log", "--verbose", "0", *argv]
     assert generate.main(argv) == 0

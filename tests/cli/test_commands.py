@@ -66,7 +66,7 @@ def test_the_program_lists_its_commands(capsys, monkeypatch):
     assert printed(capsys, commands.main, ["--version"]) == VERSION
 
 
-def test_flags_alone_are_those_of_generate(monkeypatch):
+def test_generate_is_the_default_command(monkeypatch):
     ran = []
     monkeypatch.setattr(generate, "run", ran.append)
     flags = ["--model", "summarize", "--gen-len", "3"]
@@ -82,7 +82,7 @@ def test_unknown_command_suggests_a_name(argv, words, capsys):
     command_refused(commands.main, capsys, argv, words)
 
 
-def test_plan_prints_what_plan_only_prints(capsys, tmp_path):
+def test_plan_equals_generate_plan_only(capsys, tmp_path):
     flags = ["--model", "opt-6.7b", "--path", "_DUMMY_", "--percent", "0", "50", "100", "0",
              "--hardware", str(ROOT / "configs/hardware/t4.yaml")]
     saved = tmp_path / "run.yaml"

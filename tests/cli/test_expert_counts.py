@@ -45,7 +45,7 @@ def test_expert_counts_are_written_and_read_back(tiny_model, capfd):
     assert "--expert-counts c.json" in capfd.readouterr().out
 
 
-def test_bench_counts_what_it_measures(tiny_model, capfd):
+def test_bench_counts_measured_calls(tiny_model, capfd):
     model = ("--model", str(tiny_model("qwen3_moe").folder))
     assert bench.main([*model, *SHORT, "--repeats", "2", "--count-experts", "c.json"]) == 0
     counts = json.loads(Path("c.json").read_text())["counts"]

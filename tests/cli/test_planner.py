@@ -535,7 +535,7 @@ def test_predictions_are_in_the_results(calibrations, capsys):
     assert [*map(float, shown.groups())] == pytest.approx(seconds, abs=1e-3)
 
 
-def test_a_run_plans_first_and_saves_what_it_chose(calibrations, capsys, tmp_path):
+def test_a_run_plans_first_and_saves_its_policy(calibrations, capsys, tmp_path):
     assert generate.main([*RUN, "--output", "o.jsonl", "--recalibrate", "--memory-limit", "2GB",
                           "--offload-dir", "there", "--goal", "latency"]) == 0
     captured = capsys.readouterr()

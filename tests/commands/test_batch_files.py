@@ -187,7 +187,7 @@ def test_lines_are_written_whole_or_not_at_all(tmp_path, monkeypatch, number):
     assert [line["a"] for line in read_jsonl(path)] == [1, 3, 4]
 
 
-def test_results_that_are_removed_under_the_job_are_noticed(tmp_path):
+def test_removed_results_end_the_job(tmp_path):
     path = str(tmp_path / "out")
     with ResultsFile("--output", path) as file:
         file.add([b"{}"])

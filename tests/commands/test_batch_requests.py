@@ -207,7 +207,7 @@ def test_bad_fields_are_named(line, code, param, words):
 
 @pytest.mark.parametrize("line", [b"", b'"a', b"\xff", b"[" * 10**5, b'{"a": NaN}',
                                   b'{"prompt": "\\ud800"}', b'{"n": ' + b"1" * 9999 + b"}"])
-def test_lines_that_are_not_json(line):
+def test_invalid_json_lines_are_errors(line):
     with pytest.raises(BadRequest, match="not JSON") as caught:
         requests.read_request(line, 1, DEFAULTS)
     assert caught.value.code == "invalid_json_line"

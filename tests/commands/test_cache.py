@@ -66,7 +66,7 @@ AGES = st.sampled_from([0, 1, 10, 40])
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), AGES, st.booleans()), max_size=5), AGES,
        st.sampled_from(["a", "b", "*", None]))
-def test_prune_removes_what_the_flags_choose(copies, age, model):
+def test_prune_removes_selected_entries(copies, age, model):
     with tempfile.TemporaryDirectory() as name, mock.patch.dict(
             os.environ, {"FLEXGEN_H2O_CACHE": f"{name}/cache"}):
         folders = [add(Path(name) / "cache", "weights", copy[0], copy[1], str(number))

@@ -125,7 +125,7 @@ def test_a_step_replays_each_layer_once(tiny_model, tmp_path, programs):
     ("PyTorch's operations", {"dtype": "float32"}),
     ("separate units", {"policy": Policy(sep_layer=True)}),
     ("hidden states", {"policy": Policy(activations=Placement(0, 0, 100))})])
-def test_steps_that_are_not_captured(tiny_model, tmp_path, programs, caplog, why, options):
+def test_ineligible_steps_are_not_captured(tiny_model, tmp_path, programs, caplog, why, options):
     with caplog.at_level("DEBUG", logger=captured_step.__name__):
         generated(tiny_model("llama").folder, tmp_path, **{"dtype": "bfloat16"} | options)
     assert programs.runs == 0

@@ -140,7 +140,7 @@ def test_marked_reasoning(tokens, mark, prompt, answer, expected):
     assert split(marked(prompt), marked(answer), **kinds) == expected
 
 
-def test_marks_that_are_plain_text_do_not_count():
+def test_plain_text_marks_are_ignored():
     for text in ("Write <think> and </think> so", "so </think> time"):
         assert split("so", text) == (text, None)
 

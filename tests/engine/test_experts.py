@@ -490,7 +490,7 @@ def planned(config, sequences, **policy):
                       Workload(PROMPT, DRAWN, sequences, 1), 4, False, False, CacheOptions())
 
 
-def test_planned_touched_experts_are_those_of_a_run(skewed):
+def test_planned_touched_experts_equal_a_run(skewed):
     """By counts of another run of the same model, within 15 %."""
     folder, choices = skewed
     for sequences in (1, 16):
@@ -502,7 +502,7 @@ def test_planned_touched_experts_are_those_of_a_run(skewed):
 
 @pytest.mark.full
 @pytest.mark.parametrize("slots", [80, 60])
-def test_planned_expert_loads_are_those_of_a_run(skewed, tmp_path, slots):
+def test_planned_expert_loads_equal_a_run(skewed, tmp_path, slots):
     """By counts of another run, within 15 %; without prefetches, some of which are wrong."""
     folder, choices = skewed
     policy = {"weights": HERE, "experts": Placement(20, 0, 80), "expert_slots": slots,

@@ -235,7 +235,7 @@ WARPED = [{"do_sample": False}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}
     (0, NAN, "nan"), (5, NAN, "nan"), (3, INF, "inf"), (slice(None), INF, "inf"),
     (slice(None), NONE, "-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_logits_that_are_not_finite_raise(options, place, value, shown, dtype):
+def test_nonfinite_logits_raise(options, place, value, shown, dtype):
     logits = LOGITS.repeat(3, 1)
     logits[1, place] = value
     requests = [request(4), request(7), request(2)]

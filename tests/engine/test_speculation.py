@@ -297,7 +297,7 @@ def test_a_block_that_ran_out_of_memory_starts_again(tiny_model, tmp_path, monke
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 40), st.integers(0, 9))
-def test_drafts_are_what_followed_the_longest_ngram_last(text, prompt, most):
+def test_drafts_follow_the_last_longest_ngram(text, prompt, most):
     prompt = min(prompt, len(text))
     request, drafter = Request(0, text[:prompt]), NgramDrafter()
     for token in [*text[prompt:], None]:
@@ -429,7 +429,7 @@ def test_a_run_costs_three_percent_more_at_most(tiny_model, monkeypatch, row_sec
       "h2o": H2OConfig(heavy_ratio=0.1, recall=True)}, "selective_fetch"),
     ({"policy": Policy(speculate="ngram"), "h2o": H2OConfig(heavy_ratio=0.1, simulate=True)},
      "simulation"), ({"policy": Policy(draft_model="missing")}, "missing")])
-def test_combinations_that_are_refused(tiny_model, options, word):
+def test_unsupported_combinations_are_errors(tiny_model, options, word):
     refused(lambda: LLM(str(tiny_model("llama").folder), **options), match=word)
     with (LLM(str(tiny_model("llama").folder), policy=Policy(speculate="ngram")) as llm,
           pytest.raises(UserError, match="speculate")):
@@ -438,7 +438,7 @@ def test_combinations_that_are_refused(tiny_model, options, word):
 
 @pytest.mark.parametrize(("draft", "word"), [
     ("opt", "not those"), ("mistral_window", "windows"), ("words", "not those")])
-def test_draft_models_that_are_refused(tiny_model, tmp_path, draft, word):
+def test_unsupported_draft_models_are_errors(tiny_model, tmp_path, draft, word):
     folder, other = tiny_model("llama").folder, tmp_path / draft
     if draft == "words":
         folder = with_words(folder, tmp_path / "llama")
@@ -460,7 +460,7 @@ def test_draft_models_that_are_refused(tiny_model, tmp_path, draft, word):
     (RunConfig, {"speculate": "oracle"}, "--speculate"),
     (RunConfig, {"speculate": "ngram", "draft_model": "opt"}, "draft_model"),
     (RunConfig, {"draft_model": "opt", "pipeline_parallel": 2}, "--pipeline-parallel")])
-def test_options_that_are_refused(make, options, word):
+def test_invalid_options_are_errors(make, options, word):
     refused(lambda: make(**options), match=word)
 
 

@@ -123,7 +123,7 @@ def test_a_restarted_request_gets_the_same_text(tokenizer):
     assert texts[0] == texts[1]
 
 
-def test_tokens_that_are_dropped_again_leave_no_trace(tokenizer):
+def test_dropped_tokens_leave_no_trace(tokenizer):
     sampler, generator = (sampler_of(tokenizer, StructuredOutputs(json=SCHEMA)),
                           torch.Generator().manual_seed(2))
     request = Request(0, [1])

@@ -87,7 +87,7 @@ ROLLING = {"heavy_ratio": 0.1, "positions": "rolling"}
         "phi3_longrope", "granite", "olmo2", "stablelm", "mixtral", "qwen3_moe_dense", "gemma2",
         "gemma3", "mistral_window"))),
     *full_cases(*((key, ROLLING) for key in ("llama", "mistral", "neox")))])
-def test_tokens_are_those_of_llm(tiny_model, key, options):
+def test_tokens_equal_llm(tiny_model, key, options):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
     expected = llm_tokens(tiny, prompts, H2OConfig(**options))

@@ -40,7 +40,7 @@ def run(module, arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 150])
-def test_delta_rules_are_those_of_transformers(tokens):
+def test_delta_rules_equal_transformers(tokens):
     from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
     generator = torch.Generator().manual_seed(tokens)

@@ -151,7 +151,7 @@ def test_weights_on_disk_are_read_beside_compute(tiny_model, tmp_path):
     assert any(r[2] < c[3] and c[2] < r[3] for r in reads for c in computes)
 
 
-def test_stats_count_what_was_done(tiny_model):
+def test_stats_count_a_call(tiny_model):
     tiny = tiny_model("opt")
     with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=2), dtype="float32") as llm:
         llm.generate(make_prompts(96, [5, 6, 7]), max_new_tokens=4, eos_token_id=-1)

@@ -124,7 +124,7 @@ def test_prompts_are_printed_one_after_the_other(pieces, draw):
                                     for number, texts in enumerate(pieces))
 
 
-def test_stream_prints_what_is_printed_without_it(tiny_model, tmp_path, capsys):
+def test_stream_prints_the_same_texts(tiny_model, tmp_path, capsys):
     folder = with_words(tiny_model("llama").folder, tmp_path / "words")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w3 w4 w5\nw7\nw9 w8 w7 w6 w5\n")

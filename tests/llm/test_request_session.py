@@ -199,7 +199,7 @@ def test_a_block_that_lacks_memory_is_halved(tiny_model, monkeypatch, free):
         assert set(outputs) == ({first, second} if free else {second})
 
 
-def test_what_a_session_cannot_hold_is_refused(tiny_model):
+def test_a_session_refuses_requests_beyond_its_capacity(tiny_model):
     folder = str(tiny_model("llama").folder)
     with LLM(folder, dtype="float32") as llm:
         session = llm.open_session(max_model_len=16)

@@ -59,7 +59,7 @@ def llm():
         yield llm
 
 
-def test_greedy_tokens_are_those_of_transformers(llm, expected):
+def test_greedy_tokens_equal_transformers(llm, expected):
     outputs = llm.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=-1)
     lengths = [len(out.prompt_token_ids) for out in outputs]
     assert len(set(lengths)) == len(PROMPTS), "prompts of one length would need no pads"

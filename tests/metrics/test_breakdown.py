@@ -87,7 +87,7 @@ RUN = [
     ("cpu->gpu", "cpu->gpu", 12.0, 22.0, 20 * GB)]
 
 
-def test_the_table_says_what_each_phase_is_bound_by():
+def test_the_table_shows_each_phases_bottleneck():
     *_, transfers, _, last = report.breakdown_table(RUN).splitlines()
     assert transfers.split() == ["cpu->gpu", "8.000", "80.0", "%", "7.000", "16.000", "2"]
     assert "prefill compute (87.5 %), decode cpu->gpu (80.0 %)" in last

@@ -236,7 +236,7 @@ def test_lines_of_json_are_one_text(words_model, tmp_path, text, cache, key):
     ({"weight_bits": "auto"}, "calibration has no effect on weights of 16 bits"),
     ({"path": "_DUMMY_"}, "calibration has no effect on random weights: leave it out"),
     ({"calibration": "missing.txt"}, "cannot read calibration missing.txt: No such file")])
-def test_options_that_are_refused(words_model, tmp_path, text, options, message):
+def test_invalid_options_are_errors(words_model, tmp_path, text, options, message):
     model = "facebook/opt-125m" if "path" in options else words_model
     refused(lambda: LLM(model, **{"weight_bits": 4, "calibration": str(text), **options}),
             match=message)
@@ -257,7 +257,7 @@ def test_a_model_without_a_tokenizer_is_refused(tiny_model, text):
         load(tiny_model("llama").folder, text)
 
 
-def test_activations_that_are_not_finite_are_refused(tiny_model, tmp_path, text):
+def test_nonfinite_activations_are_errors(tiny_model, tmp_path, text):
     folder = with_words(tiny_model("llama").folder, tmp_path / "model")
     tensors = load_file(f"{folder}/model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"].fill_(1e30)

@@ -126,7 +126,7 @@ FEW = [key if key in ("awq", "gptq_act_order", "fp8", "ct_group", "ct_int8")
 
 
 @pytest.mark.parametrize("key", FEW)
-def test_tokens_are_those_of_the_dequantized_model(checkpoint_of, key, tmp_path, monkeypatch):
+def test_tokens_equal_the_dequantized_model(checkpoint_of, key, tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
     tiny = checkpoint_of(key)
     prompts = make_prompts(120, [5, 9])

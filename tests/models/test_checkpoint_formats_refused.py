@@ -59,7 +59,7 @@ def test_other_methods_are_refused_by_name():
     (ct("float-quantized", **GROUP | {"type": "float"}), ["num_bits = 4 (supported: 8)"]),
     (PACK() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, ["sparse-24-bitmask"]),
     (PACK() | {"transform_config": {"config_groups": {"u": {}}}}, ["transform_config"])])
-def test_settings_that_are_not_read(settings, words):
+def test_unsupported_settings_are_errors(settings, words):
     settings_refused(settings, *words)
 
 

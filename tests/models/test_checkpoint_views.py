@@ -65,7 +65,7 @@ def save(folder, kind: str, stored: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 @pytest.mark.parametrize("scratch", [1, 13, 1 << 20])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_views_are_what_indexing_gives(tmp_path, monkeypatch, kind, scratch, out_dtype):
+def test_views_equal_indexing(tmp_path, monkeypatch, kind, scratch, out_dtype):
     monkeypatch.setattr(checkpoints, "_SCRATCH_ELEMENTS", scratch)
     stored = tensors()
     save(tmp_path, kind, stored)

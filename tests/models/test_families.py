@@ -53,7 +53,7 @@ def log_probs(model, prompt, new) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("key", TINY)
-def test_tokens_and_log_probs_are_those_of_transformers(tiny_model, tmp_path, key):
+def test_tokens_and_log_probs_equal_transformers(tiny_model, tmp_path, key):
     """Offloaded in halves of layers; with --all also in memory, and in whole layers."""
     tiny, prompts = tiny_model(key), prompts_of()
     wanted = transformers_tokens(tiny, prompts, NEW)
@@ -122,7 +122,7 @@ def test_captured_steps_in_bfloat16_stay_near(tiny_model, key):
     ("llama", YARN_ROPE | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 0.3}),
     ("llama", YARN_ROPE | {"attention_factor": 1.3}), ("phi3", LONG_ROPE),
     ("phi3", LONG_ROPE | {"attention_factor": 1.2})])
-def test_tables_of_rope_scalings_are_those_of_transformers(key, rope):
+def test_rope_tables_equal_transformers(key, rope):
     from transformers import LlamaConfig, Phi3Config
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding

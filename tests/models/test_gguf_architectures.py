@@ -42,7 +42,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_config_and_tensors_are_those_of_the_model(tmp_path, name):
+def test_config_and_tensors_equal_the_model(tmp_path, name):
     from transformers import AutoConfig
 
     model, source = make(name, tmp_path)
@@ -148,7 +148,7 @@ def test_parts_of_matrices_keep_their_quantized_values(tmp_path):
 @pytest.mark.parametrize("name", [
     name if name in FEW else pytest.param(name, marks=pytest.mark.full)
     for name, case in CASES.items() if case.model_type in FAMILIES])
-def test_tokens_are_those_of_transformers(tmp_path, name):
+def test_tokens_equal_transformers(tmp_path, name):
     """In float32, past the window where there is one."""
     model, source = make(name, tmp_path)
     prompts = [[int(token) for token in torch.randint(2, 260, (length,))] for length in (21, 7)]

@@ -291,7 +291,7 @@ def test_files_that_do_not_make_up_a_model(tmp_path):
     assert run(files[0], tmp_path)[0]
 
 
-def test_types_that_are_not_supported_are_refused_by_name(tmp_path, monkeypatch):
+def test_unsupported_types_are_refused_by_name(tmp_path, monkeypatch):
     from flexgen_h2o import flex_opt
 
     source = make("llama", tmp_path, SIZES, random={"ffn_up": "Q4_K"})[1]

@@ -17,7 +17,7 @@ WIDTH = 6 + 14  # rotated elements and latent
 
 
 @pytest.mark.parametrize("key", LATENT)
-def test_tokens_are_those_of_transformers(tiny_model, key):
+def test_tokens_equal_transformers(tiny_model, key):
     """Ragged batches on all tiers, and batches of one with weights on disk."""
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
@@ -82,5 +82,5 @@ def test_kimi_k2_is_a_deepseek_v3():
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
     ("deepseek_v3", {"qk_rope_head_dim": 63}, "rotary")])
-def test_configs_that_are_refused(model_type, values, words):
+def test_unsupported_configs_are_errors(model_type, values, words):
     refused(lambda: from_transformers({"model_type": model_type, **values}, "x"), match=words)

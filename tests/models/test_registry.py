@@ -27,7 +27,7 @@ def known_type(model_type: str) -> str:
 
 
 @pytest.mark.parametrize("name", PUBLISHED_NAMES)
-def test_published_shapes_are_what_transformers_builds(name):
+def test_published_shapes_equal_transformers(name):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = copy.deepcopy(PUBLISHED[name])  # transformers fills the dicts that it is given

@@ -68,7 +68,7 @@ class Rounded:
 @pytest.mark.parametrize("bits", [4, 8, 12])
 @pytest.mark.parametrize("key", [
     key if key in FEW else pytest.param(key, marks=pytest.mark.full) for key in TINY])
-def test_tokens_are_those_of_the_rounded_model(tiny_model, key, bits):
+def test_tokens_equal_the_rounded_model(tiny_model, key, bits):
     tiny = tiny_model(key)
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
     expected = transformers_tokens(Rounded(tiny, bits), prompts, NEW)
@@ -296,7 +296,7 @@ def test_log_probs_equal_a_model_with_rounded_activations(tiny_model, key):
     ({"activation_bits": 8}, "no effect on weights of 16 bits: add weight_bits 4"),
     ({"activation_bits": 8, "weight_bits": 12}, "no effect on weights of 12 bits: use weight_bits"),
 ])
-def test_what_is_refused(tiny_model, options, words):
+def test_invalid_activation_bits_are_errors(tiny_model, options, words):
     refused(lambda: LLM(str(tiny_model("llama").folder), **options), match=words)
 
 

@@ -167,7 +167,7 @@ def test_kept_prompt_tokens_are_written_to_the_cache(h2o, kept):
     (H2OConfig(heavy_ratio=0.25, evict_generated=False), sum(range(33, 41)) / 8),
     (H2OConfig(heavy_tokens=34, recent_tokens=34), (65 + 66 + 67 + 68 + 4 * 69) / 8),
     (H2OConfig(heavy_ratio=[0.25] * 6 + [1] * 6), (33 + 68.5) / 2)])
-def test_attention_of_decoding_reads_what_is_cached(h2o, attended):
+def test_decode_attention_reads_the_cache(h2o, attended):
     compute = replace(FREE, decode_attention={16: 1000.0, 8: 1.0, 4: 1.0}, head_seconds=0.125)
     _, step = seconds(machine(compute), planned(batch=(4, 2), h2o=h2o))
     assert step == pytest.approx(12 * 8 * (attended * SLOT / 1000 + 12 * 0.125))
@@ -236,7 +236,7 @@ def test_a_disk_cache_is_read_whole_and_written_in_batches():
 
 
 @pytest.mark.parametrize(("cache", "share"), [(ON_DISK, 1), ((50, 0), 0.5), (ALL_HERE, 0)])
-def test_compute_waits_for_what_fetching_a_cache_takes(cache, share):
+def test_compute_waits_for_cache_fetch_overhead(cache, share):
     """For each layer and batch, and each sequence and head of it, whatever the bytes."""
     hardware = replace(machine(gpu=False, read=1e30, write=1e30), fetch_seconds=2.0,
                        fetch_head_seconds=0.25)
@@ -248,7 +248,7 @@ def test_compute_waits_for_what_fetching_a_cache_takes(cache, share):
 RECALL = H2OConfig(heavy_ratio=0.125, recall=True)  # 16 of 64 tokens
 
 
-def test_recall_reads_what_is_missing_and_writes_each_token_once():
+def test_recall_reads_missing_and_writes_new_tokens_once():
     """A missing token in 32 KB, on average, of 128 tokens of a head, and in a record of 4 KB: reads
     take 1 - exp(-1 - 1 / 8) of the time for the whole cache."""
     whole = 12 * 8 * 68.5 * SLOT
@@ -317,7 +317,7 @@ def test_a_gpu_waits_only_for_recalled_host_tokens():
     assert whole.resources["cpu->gpu"] > 4 * chosen
 
 
-def test_layers_that_do_not_recall_cost_what_they_read():
+def test_layers_without_recall_cost_full_reads():
     ratios = [0.125] * 6 + [1.0] * 6
     recall = H2OConfig(heavy_ratio=ratios, recent_ratio=ratios, recall=True)
     each, none, half = (

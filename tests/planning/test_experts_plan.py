@@ -104,7 +104,7 @@ def test_experts_computed_on_the_host_are_not_transferred():
         estimate(replace(machines[True], host_attention=None), there)
 
 
-def test_what_does_not_fit_is_moved_experts_first():
+def test_experts_are_offloaded_first():
     run = planned(model=MIXTRAL, gpu=True, experts=Placement(100, 0, 0))
     limits = MemoryLimits(24 * 10**9, 100 * 10**9, 10**12)
     fitting = MemoryPlan(run).suggest(limits)

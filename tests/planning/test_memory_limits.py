@@ -61,7 +61,7 @@ def needed(tier: str, options, policy=None) -> int:
     return plan.total(tier)
 
 
-def test_bounds_only_lower_what_is_free():
+def test_limits_only_lower_free_memory():
     free = MemoryLimits(10, 20, 30)
     assert free.capped(cpu=5, gpu=7) == MemoryLimits(7, 5, 30)
     assert free.capped(cpu=50, gpu=70) == free.capped(cpu=None, gpu=None) == free

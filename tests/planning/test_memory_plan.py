@@ -107,7 +107,7 @@ def test_a_layer_in_chunks_needs_half_a_layer_and_its_vectors():
     assert table["weights"] == (0, 48 * 13 * 7168 * 2, 48 * layer)
 
 
-def test_a_gpu_needs_staging_for_what_is_on_the_host():
+def test_a_gpu_needs_staging_for_host_data():
     layer = OPT_30B.layer_parameters() * 2
     part = 4 * 543 * OPT_30B.kv_bytes_per_token(2) // OPT_30B.num_layers
     table = rows(make_plan(0, 100, 0, 100, 0, 100, has_gpu=True))
@@ -437,7 +437,7 @@ def test_workspace_of_a_gpu_has_memory_for_the_autotuner(monkeypatch):
         assert sizes[0] - sizes[1] == more
 
 
-def test_workspace_holds_what_goes_on_in_the_next_block():
+def test_workspace_holds_sequences_that_continue():
     """One layer of it at a time: here all but one of 64 sequences, of 4,000 tokens each."""
     load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=32, num_gpu_batches=2)
     sizes = [rows(memory_plan(LLAMA_8B, replace(make_policy(*ALL_GPU), refill_share=share), load,

@@ -94,7 +94,7 @@ def test_rank_memory_sums_to_the_whole_model():
     assert "message buffers" not in whole
 
 
-def test_a_search_proposes_what_fits_on_every_rank():
+def test_a_search_proposes_plans_that_fit_each_rank():
     limits = MemoryLimits(None, 24 << 30, 200 << 30)
     request = PlanRequest(model=LARGE, prompt_len=64, gen_len=16, itemsize=2, prompts=64)
     plans = search_pipeline(HARDWARE, request, 4, limits)

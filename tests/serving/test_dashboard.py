@@ -97,7 +97,7 @@ def test_old_batches_that_run_are_shown(served, monkeypatch):
     assert [batch["id"] for batch in status["batches"]] == [new.id, old.id]
 
 
-def test_events_show_what_tiers_hold_and_move(words_model, tmp_path):
+def test_events_show_bytes_of_tiers_and_links(words_model, tmp_path):
     argv = flags(words_model, tmp_path, "--percent", "0", "0", "100", "0")
     with serving(argv) as served:
         served.wait(served.batch([request("a", prompt="w1", max_tokens=4)]).id)
@@ -126,7 +126,7 @@ def test_events_end_with_the_server(words_model, tmp_path):
     assert ended.is_set()
 
 
-def test_page_is_public_but_not_what_it_shows(words_model, tmp_path):
+def test_page_is_public_but_not_its_data(words_model, tmp_path):
     with serving(flags(words_model, tmp_path, "--api-key", "secret")) as served:
         assert served.http.get("/").status_code == 200
         assert served.http.get("/static/page.js").status_code == 200

@@ -83,7 +83,7 @@ def test_bodies_and_headers_are_bounded(locked):
 @pytest.mark.parametrize("body", [
     b"{", b"[]", b"\xff", b"", b'{"a": ' * 5000, b"[" * 200_000,
     json.dumps({"prompt": "w3", "metadata": json.loads("[" * MAX_DEPTH + "]" * MAX_DEPTH)})])
-def test_bodies_that_are_no_flat_json_are_refused(served, body):
+def test_nested_or_invalid_json_bodies_are_refused(served, body):
     for path in ("completions", "chat/completions", "batches"):
         answer = served.http.post(f"/v1/{path}", content=body)
         assert answer.status_code == 400 and answer.json()["error"]["message"]
