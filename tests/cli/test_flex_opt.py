@@ -75,13 +75,11 @@ def refused(capsys, *argv: str) -> str:
 
 
 @pytest.mark.parametrize(("argv", "expected"), [
-    (["--overlap", "false"], {"overlap": False}),
-    (["--overlap"], {"overlap": True}),
+    (["--overlap", "false"], {"overlap": False}), (["--overlap"], {"overlap": True}),
     (["--pin-weight", "0", "--no-log"], {"pin_weight": False, "no_log": True}),
     (["--percent", "0", "12.5", "100", "0"], {"percent": (0, 12.5, 100, 0, 100, 0)}),
     (["--prompt", "a", "--prompt", "b c"], {"prompt": ("a", "b c")}),
-    (["--verbose"], {"verbose": 3}),
-    (["--verbose", "0"], {"verbose": 0}),
+    (["--verbose"], {"verbose": 3}), (["--verbose", "0"], {"verbose": 0}),
     (["--do-sample", "--top-p", "0.9", "--min-p", "0.1"],
      {"do_sample": True, "top_p": 0.9, "min_p": 0.1}),
     (["--hh-ratio", ".1", "0.25", "1", "--recent-ratio", "0.5", "--hh-all", "false"],

@@ -634,8 +634,7 @@ def test_another_machine_is_planned_for_without_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, json.dumps([
         [*plan, "opt-30b", *AUTO, "--hh-ratio", "0.1", "--gpu-batch-size", "8",
          "--num-gpu-batches", "2"],
-        [*plan, str(tmp_path), "--prompt-len", "9"],
-        [*plan, str(source), "--prompt-len", "9"],
+        [*plan, str(tmp_path), "--prompt-len", "9"], [*plan, str(source), "--prompt-len", "9"],
         [*plan, "someone/unknown"]])], text=True, cwd=tmp_path, capture_output=True,
         env=environment())
     named, folder, gguf, unknown, rest = re.split(r"exit status \d\n", done.stdout)

@@ -41,9 +41,7 @@ def draw(logits, count, seed=0, **options):
 
 
 @pytest.mark.parametrize(("options", "allowed"), [
-    ({}, {0, 1, 2, 3, 4, 5}),
-    ({"temperature": 2.5}, {0, 1, 2, 3, 4, 5}),
-    ({"top_k": 3}, {0, 2, 3}),
+    ({}, {0, 1, 2, 3, 4, 5}), ({"temperature": 2.5}, {0, 1, 2, 3, 4, 5}), ({"top_k": 3}, {0, 2, 3}),
     ({"top_p": 0.7}, {0, 3}),  # 0.53 alone is not enough, 0.53 + 0.20 is
     ({"min_p": 0.2}, {0, 2, 3}),  # relative to the likeliest: exp(-1.5) = 0.22, exp(-2) = 0.14
     ({"temperature": 0.5, "top_k": 4, "top_p": 0.97}, {0, 2, 3}),

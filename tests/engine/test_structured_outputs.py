@@ -232,8 +232,7 @@ def form(type_, **fields):
 
 
 @pytest.mark.parametrize(("body", "outputs"), [
-    (form("text"), None),
-    (form("json_object"), StructuredOutputs(json_object=True)),
+    (form("text"), None), (form("json_object"), StructuredOutputs(json_object=True)),
     (form("json_schema", json_schema={"name": "person", "strict": True, "schema": SCHEMA}),
      StructuredOutputs(json=SCHEMA)),
     ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputs(json=SCHEMA)),

@@ -74,8 +74,7 @@ def test_invalid_files_are_errors(tmp_path, read, content, words):
     ("Mr. Smith met Dr. Jones. They spoke.", "Mr. Smith met Dr. Jones."),
     ("The U.S. Senate met J. Doe at 5.30 p.m. on Monday. Then it left.",
      "The U.S. Senate met J. Doe at 5.30 p.m. on Monday."),
-    ('He said: "Stop!" She did.', 'He said: "Stop!"'),
-    ("Why? 12 said so.", "Why?"),
+    ('He said: "Stop!" She did.', 'He said: "Stop!"'), ("Why? 12 said so.", "Why?"),
     ("It cost 3.5 million. £2 were mine.", "It cost 3.5 million.")])
 def test_the_first_sentence(text, first):
     assert first_sentence(text) == first

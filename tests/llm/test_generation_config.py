@@ -116,9 +116,8 @@ def test_min_new_tokens_may_exceed_max_new_tokens(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("num_beams", 4), ("penalty_alpha", 0.6), ("guidance_scale", 1.5),
-    ("forced_eos_token_id", 2), ("cache_implementation", "quantized"),
-    ("repetition_penalty", "much"), ("bad_words_ids", [[]]),
+    ("num_beams", 4), ("penalty_alpha", 0.6), ("guidance_scale", 1.5), ("forced_eos_token_id", 2),
+    ("cache_implementation", "quantized"), ("repetition_penalty", "much"), ("bad_words_ids", [[]]),
     *full_cases(("sequence_bias", [[[5], -3.0]]), ("encoder_repetition_penalty", 1.2),
                 ("exponential_decay_length_penalty", [5, 1.1]),
                 ("watermarking_config", {"bias": 2.0}), ("suppress_tokens", [-1]))])

@@ -209,12 +209,10 @@ def test_bad_pairs_and_a_closed_llm(tiny_model):
     ({"h2o": {"heavy_ratio": 0.1}},
      r"h2o must be an H2OConfig, got {'heavy_ratio': 0.1}: write H2OConfig\(heavy_ratio=0.1\)"),
     ({"trace": torch.zeros(2, 2)}, "trace must be a Trace, got tensor"),
-    ({"seed": "a"}, "seed must be an integer, got 'a'"),
-    ({"seed": -1}, "seed must be at least 0"),
+    ({"seed": "a"}, "seed must be an integer, got 'a'"), ({"seed": -1}, "seed must be at least 0"),
     ({"attn_sparsity": "all"}, "attn_sparsity must be a finite number"),
     ({"progress": "no"}, "progress must be true or false"),
-    ({"dtype": torch.float32}, "dtype must be text"),
-    ({"texts": "one"}, "texts must be a list"),
+    ({"dtype": torch.float32}, "dtype must be text"), ({"texts": "one"}, "texts must be a list"),
     ({"wieght_bits": 4}, "LLM has no option 'wieght_bits': did you mean weight_bits?"),
     ({"options": {}}, r"LLM has no option 'options': see help\(LLM\)")])
 def test_arguments_of_wrong_types(tiny_model, options, words):

@@ -115,8 +115,7 @@ def test_the_same_tokens_with_everything_on_disk(expected, tmp_path, bits):
 
 
 @pytest.mark.parametrize(("context", "continuation", "scored"), [
-    ("The capital of France is ", "Paris", " Paris"),
-    ("Hello\n\n", "World", "\n\nWorld"),
+    ("The capital of France is ", "Paris", " Paris"), ("Hello\n\n", "World", "\n\nWorld"),
     ("def f():\n    ", "return 1", "\n    return 1"),
     ("It was interest", "ing", " interesting"),  # one token with the end of the context
     (" \n", "Hello there", " \nHello there"),  # after BOS

@@ -80,10 +80,8 @@ GB = 10**9
 RUN = [
     ("disk->cpu", "disk->cpu", 0.0, 10.0, 9 * GB),  # while the model was loaded
     ("prefill", PHASES, 10.0, 14.0, 0),
-    ("decode", PHASES, 14.0, 24.0, 0),
-    ("layer 1 batch 0", COMPUTE, 10.0, 13.0, 0),
-    ("layer 2 batch 0", COMPUTE, 13.5, 18.0, 0),
-    ("wait", WAITING, 14.0, 17.0, 0),
+    ("decode", PHASES, 14.0, 24.0, 0), ("layer 1 batch 0", COMPUTE, 10.0, 13.0, 0),
+    ("layer 2 batch 0", COMPUTE, 13.5, 18.0, 0), ("wait", WAITING, 14.0, 17.0, 0),
     ("cpu->gpu", "cpu->gpu", 12.0, 22.0, 20 * GB)]
 
 

@@ -95,8 +95,7 @@ def test_a_fit_finds_the_rates(index_cost, gather_cost, call_overhead):
 
 
 @pytest.mark.parametrize(("path", "prompt_len", "bound"), [
-    (FIT, "4096", 1.15), (FIT, "2048", 1.15),
-    (RESULTS / "epyc-zen4/recall_disk.csv", "4096", 1.15),
+    (FIT, "4096", 1.15), (FIT, "2048", 1.15), (RESULTS / "epyc-zen4/recall_disk.csv", "4096", 1.15),
     (RESULTS / "epyc-zen4/recall_disk.csv", "2048", 1.31)])  # in no fit
 def test_a_disk_reads_as_much_as_was_measured(path, prompt_len, bound):
     """In the steps after the first, which reads all; smollm2's tokens have 256 bytes in a head."""
