@@ -31,6 +31,7 @@ _GROUPED = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3, "topk
 _HEADS = {"kv_lora_rank": 14, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8, "v_head_dim": 10,
           "num_key_value_heads": 4}
 Weights = dict[str, np.ndarray]
+Tensors = Iterator[tuple[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class Case:
     model_type: str
     options: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)
-    changed: Callable[[str, np.ndarray, Any], Iterator[tuple[str, np.ndarray]]] | None = None
+    changed: Callable[[str, np.ndarray, Any], Tensors] | None = None
     more: Callable[[GGUFWriter, Any], None] = lambda writer, config: None
 
 
-def _permuted(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _permuted(name: str, values: np.ndarray, config: Any) -> Tensors:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
         name.split(".")[-2])
     if heads:
@@ -59,18 +60,18 @@ def _permuted(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str,
     yield name, values
 
 
-def _one_more(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _one_more(name: str, values: np.ndarray, config: Any) -> Tensors:
     yield name, values + 1 if name.endswith("norm.weight") else values
 
 
-def _sorted_heads(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _sorted_heads(name: str, values: np.ndarray, config: Any) -> Tensors:
     if "query_key_value" in name:
         split = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
         values = split.swapaxes(0, 1).reshape(values.shape)
     yield name, values
 
 
-def _split_gates(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _split_gates(name: str, values: np.ndarray, config: Any) -> Tensors:
     """gpt-oss: gates and ups are columns (or biases) in turn, and matrices are transposed."""
     if "gate_up_proj" not in name and ".down_proj" not in name:
         yield name + ".weight" if name.endswith("sinks") else name, values
@@ -85,7 +86,7 @@ def _split_gates(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[s
         yield name.replace("gate_up", "up") + end, values[:, 1::2]
 
 
-def _correction(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _correction(name: str, values: np.ndarray, config: Any) -> Tensors:
     if name.endswith("e_score_correction_bias"):
         name, values = name.replace("_bias", ".bias"), values.reshape(-1)
     if name.endswith("expert_bias"):
@@ -93,7 +94,7 @@ def _correction(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[st
     yield name, values
 
 
-def _split_maps(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _split_maps(name: str, values: np.ndarray, config: Any) -> Tensors:
     """DeepSeek: key and value maps of each head; key maps are transposed."""
     if not name.endswith("kv_b_proj.weight"):
         yield from _correction(name, values, config)
@@ -104,7 +105,7 @@ def _split_maps(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[st
     yield name.replace("kv_b_proj", "v_b_proj"), maps
 
 
-def _split_columns(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _split_columns(name: str, values: np.ndarray, config: Any) -> Tensors:
     """Llama 4: gates and ups are the halves of one tensor, and matrices are transposed."""
     if name.endswith("gate_up_proj"):
         for part, half in zip(("gate", "up"), np.split(values, 2, axis=2), strict=True):
@@ -115,7 +116,7 @@ def _split_columns(name: str, values: np.ndarray, config: Any) -> Iterator[tuple
         yield name, values
 
 
-def _split_inputs(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _split_inputs(name: str, values: np.ndarray, config: Any) -> Tensors:
     """Granite's mixtures: gates and ups are the halves of one tensor."""
     layer = name.split(".")[2] if ".layers." in name else ""
     if name.endswith("input_linear.weight"):
@@ -127,7 +128,7 @@ def _split_inputs(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[
         yield from _permuted(name, values, config)
 
 
-def _tiled_heads(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _tiled_heads(name: str, values: np.ndarray, config: Any) -> Tensors:
     """Qwen3.5: value heads in turn for all key heads, and decays in place of their logarithms."""
     if ".linear_attn." not in name:
         yield from _one_more(name, values, config)
@@ -149,8 +150,7 @@ def _tiled_heads(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[s
     yield name.replace(".dt_bias", ".dt_proj.bias"), values
 
 
-def _flattened_heads(name: str, values: np.ndarray, config: Any
-                     ) -> Iterator[tuple[str, np.ndarray]]:
+def _flattened_heads(name: str, values: np.ndarray, config: Any) -> Tensors:
     """Qwen3-Next: all queries, keys, values and gates in turn, in place of those by key head."""
     if "in_proj_qkvz" in name:
         keys, shared = config.linear_num_key_heads, (
@@ -173,8 +173,7 @@ def _flattened_heads(name: str, values: np.ndarray, config: Any
     yield name.replace(".dt_bias", ".dt_proj.bias"), values
 
 
-def _older_flattened_heads(name: str, values: np.ndarray, config: Any
-                           ) -> Iterator[tuple[str, np.ndarray]]:
+def _older_flattened_heads(name: str, values: np.ndarray, config: Any) -> Tensors:
     """The first files of Qwen3-Next keep the matrix of queries, keys, values and gates."""
     if "in_proj_qkvz" in name:
         yield name, values
@@ -208,7 +207,7 @@ def _proportional(writer: GGUFWriter, config: Any) -> None:
     writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * 6, np.float32))
 
 
-def _named_scalars(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _named_scalars(name: str, values: np.ndarray, config: Any) -> Tensors:
     yield name + ".weight" if name.endswith("layer_scalar") else name, values
 
 
@@ -230,7 +229,7 @@ def _prediction_layer(writer: GGUFWriter, config: Any) -> None:
     writer.add_tensor(f"blk.{last}.attn_norm.weight", np.ones(32, np.float32))
 
 
-def _without_alphas(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _without_alphas(name: str, values: np.ndarray, config: Any) -> Tensors:
     """Apertus: the parameters of its activation are values, not tensors."""
     if ".act_fn." not in name:
         yield name, values
@@ -254,17 +253,14 @@ def _original_context(config: Any) -> int:
     return config.rope_parameters["original_max_position_embeddings"]
 
 
-def _window_layers(config: Any) -> list[bool]:
-    return [layer == _WINDOWS[0] for layer in config.layer_types]
-
-
-# What is written beside the usual values: methods of the writer without "add_", and an attribute of
+# Values beside the usual ones: the name of a writer's method without "add_", and an attribute of
 # the config, a function of it, or a value.
 _WIDTHS: Keys = {"expert_feed_forward_length": "moe_intermediate_size"}
 _SHARED_WIDTHS: Keys = {
     **_WIDTHS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _WINDOW: Keys = {"sliding_window": "sliding_window"}
-_WINDOW_LAYERS: Keys = {**_WINDOW, "sliding_window_pattern": _window_layers}
+_WINDOW_LAYERS: Keys = {**_WINDOW, "sliding_window_pattern": lambda c: [
+    layer == _WINDOWS[0] for layer in c.layer_types]}
 _DELTA_NET: Keys = {
     "ssm_conv_kernel": "linear_conv_kernel_dim", "ssm_state_size": "linear_key_head_dim",
     "ssm_group_count": "linear_num_key_heads", "ssm_time_step_rank": "linear_num_value_heads",
@@ -515,7 +511,7 @@ def write(case: Case, config: Any, weights: Weights, path: Path, kind: Kind | No
     return path
 
 
-def _as_converted(case: Case, weights: Weights, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _as_converted(case: Case, weights: Weights, config: Any) -> Tensors:
     for name, values in weights.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -524,7 +520,7 @@ def _as_converted(case: Case, weights: Weights, config: Any) -> Iterator[tuple[s
         yield from (case.changed(name, values, config) if case.changed else [(name, values)])
 
 
-def stacked(tensors: Iterator[tuple[str, np.ndarray]]) -> Weights:
+def stacked(tensors: Tensors) -> Weights:
     """Experts (and norms of single heads) of a layer as one tensor each."""
     found: Weights = {}
     several: dict[str, list[tuple[int, np.ndarray]]] = {}
