@@ -35,8 +35,8 @@ export FLEXGEN_H2O_OBJECTS := $(abspath $(VENV))/objects
 MAKEFLAGS += -j2
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all docs wheel wheel-aarch64 test-wheel test-asan test-tsan test-faults \
-    fuzz soak lock locked sbom test-transformers-4 gpu-check check-quality compare-llama-cpp compare-experts \
+.PHONY: demo test test-all lint cases every-case docs wheel wheel-aarch64 test-wheel test-asan test-tsan \
+    test-faults fuzz soak lock locked sbom test-transformers-4 gpu-check check-quality compare-llama-cpp compare-experts \
     compare-engines compare-engines-limited clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
@@ -47,15 +47,20 @@ demo: $(VENV)/.have-package $(VENV)/.have-model
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --durations=10
 
 # Cases that cover every test function, with the best instruction set of this CPU.
-test: $(VENV)/.have-test $(VENV)/.have-model
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(PYTEST)
+test: lint cases
 
 # Every case, with every instruction set, and the package as users get it.
-test-all: $(VENV)/.have-test $(VENV)/.have-all-sets $(VENV)/.have-model $(VENV)/.have-wheel
+test-all: lint every-case
+
+# Runs beside the cases, in one process.
+lint: $(VENV)/.have-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+cases: $(VENV)/.have-test $(VENV)/.have-model
+	$(PYTEST)
+
+every-case: $(VENV)/.have-test $(VENV)/.have-all-sets $(VENV)/.have-model $(VENV)/.have-wheel
 	$(PYTEST) --all
 
 # The site, into site/: its pages are held to the code first, then built; a broken link fails.
