@@ -690,4 +690,5 @@ def _memory_check(prepared: PreparedModel) -> MemoryCheck:
         groups=1 if rank is None else rank.groups,
         draft=None if draft is None else DraftModel(
             draft.source.config,
-            None if args.policy.speculate == "mtp" else draft.source.weight_format.options))
+            None if args.policy.speculate == "mtp" else draft.source.weight_format.options),
+        batch_invariant=args.batch_invariant)

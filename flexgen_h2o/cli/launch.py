@@ -262,4 +262,5 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
                          arguments.get("value_bits"))
     return MemoryPlan(PlannedRun(
         source.config, arguments.get("policy") or Policy(), workload, source.dtype.itemsize,
-        has_gpu, source.writes_weights, cache, source.weight_format.options)).total("cpu")
+        has_gpu, source.writes_weights, cache, source.weight_format.options,
+        batch_invariant=arguments.get("batch_invariant", False))).total("cpu")

@@ -314,7 +314,8 @@ def _candidates(config: RunConfig, subject: PlanSubject
         return [pipeline.candidate for pipeline in pipelines], pipelines[0].bounds
     run = PlannedRun(subject.model, config.policy(), subject.workload, subject.itemsize,
                      hardware.has_gpu, bits in _written_bits(config), config.cache(),
-                     subject.weights(bits), draft=subject.draft)
+                     subject.weights(bits), draft=subject.draft,
+                     batch_invariant=config.batch_invariant)
     if ranks > 1:
         pipeline = predict_pipeline(hardware, run, ranks, limits, subject.prompts)
         return [pipeline.candidate], pipeline.bounds
@@ -338,7 +339,8 @@ def _request(config: RunConfig, subject: PlanSubject) -> PlanRequest:
         num_gpu_batches=(config.resolved_num_gpu_batches if config.num_gpu_batches
                          or config.resolved_speculate and config.gpu_batch_size else None),
         weights=tuple(map(subject.weights, weight_bits)), caches=caches,
-        written_bits=_written_bits(config), goal=config.goal, draft=subject.draft)
+        written_bits=_written_bits(config), goal=config.goal, draft=subject.draft,
+        batch_invariant=config.batch_invariant)
 
 
 def _faster_recall(config: RunConfig, subject: PlanSubject, *, full: PlanCandidate

@@ -163,7 +163,7 @@ class MemoryCheck:
 
     Attributes
     ----------
-    model, weights, itemsize, writes_weights, draft
+    model, weights, itemsize, writes_weights, draft, batch_invariant
         See `PlannedRun`. Weights of the disk tier are written to `offload_dir`.
     stage, groups
         See `PlannedRun.of_stage`.
@@ -183,6 +183,7 @@ class MemoryCheck:
     stage: Stage | None = None
     groups: int = 1
     draft: DraftModel | None = None
+    batch_invariant: bool = False
 
     def check_fits(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
                    loaded_bytes: int | None, show: bool = False) -> None:
@@ -218,7 +219,8 @@ class MemoryCheck:
         """Return the memory plan of a run and the free memory; parameters as in `check_fits`."""
         device_free = self.device_bytes()
         run = PlannedRun(self.model, policy, workload, self.itemsize, device_free is not None,
-                         self.writes_weights, cache, self.weights, draft=self.draft)
+                         self.writes_weights, cache, self.weights, draft=self.draft,
+                         batch_invariant=self.batch_invariant)
         plan = MemoryPlan(run if self.stage is None else run.of_stage(self.stage, self.groups))
         limits = free_memory(self.offload_dir, device_free)
         if loaded_bytes is not None:

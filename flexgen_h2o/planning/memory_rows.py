@@ -72,7 +72,10 @@ def scratch_bytes(run: PlannedRun) -> int:
 
 
 def moe_scratch(run: PlannedRun) -> int:
-    """Return the scratch memory of experts: inputs and sums of a block, and one expert's own."""
+    """Return the scratch memory of experts: inputs and sums of a block, and one expert's own.
+
+    For batch invariance a block has all outputs in place of sums.
+    """
     model, experts = run.model, run.model.experts
     if experts is None:
         return 0
@@ -88,7 +91,8 @@ def moe_scratch(run: PlannedRun) -> int:
     together = min(rows * experts.per_token, EXPERT_ROUND) * 2 * (wide + hidden) * run.itemsize
     inner = max(inner, together)
     inputs = (2 if experts.scale_inputs else 1) * run.itemsize
-    return rows * hidden * (inputs + sums) + routing + inner
+    outputs = experts.per_token * run.itemsize if run.batch_invariant else sums
+    return rows * hidden * (inputs + outputs) + routing + inner
 
 
 def _migrated_bytes(run: PlannedRun) -> int:

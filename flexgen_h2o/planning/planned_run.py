@@ -179,6 +179,8 @@ class PlannedRun:
         Groups of a block's batches in a pipeline.
     draft : DraftModel or None
         The policy's draft model.
+    batch_invariant : bool
+        Outputs of experts are kept until all are computed.
     """
 
     model: ModelConfig
@@ -192,6 +194,7 @@ class PlannedRun:
     stage: Stage | None = None
     groups: int = 1
     draft: DraftModel | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         h2o = add_windows(self.cache.h2o, self.model.attention)
@@ -236,7 +239,8 @@ class PlannedRun:
             return None
         load = replace(self.workload, gpu_batch_size=1, num_gpu_batches=self.sequences)
         return PlannedRun(self.draft.model, Policy(prefill_chunk=DRAFT_CHUNK), load, self.itemsize,
-                          self.has_gpu, weights=self.draft.weights or self.weights)
+                          self.has_gpu, weights=self.draft.weights or self.weights,
+                          batch_invariant=self.batch_invariant)
 
     @property
     def is_first_stage(self) -> bool:

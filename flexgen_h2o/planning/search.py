@@ -71,6 +71,7 @@ class PlanRequest:
     groups: int = 1
     """Groups of a block's batches in a pipeline, each of which loads the weights again."""
     draft: DraftModel | None = None  # the policy's draft model
+    batch_invariant: bool = False  # see `PlannedRun`
 
     @property
     def max_sequences(self) -> float:
@@ -177,7 +178,8 @@ def _options(hardware: Hardware, request: PlanRequest) -> Iterator[PlannedRun]:
                 policy = replace(request.policy, cpu_cache_compute=host)
                 yield PlannedRun(request.model, policy, load, request.itemsize, hardware.has_gpu,
                                  weights.weight_bits in request.written_bits, cache, weights,
-                                 draft=request.draft)
+                                 draft=request.draft,
+                                 batch_invariant=request.batch_invariant)
 
 
 def _prune_options(hardware: Hardware, request: PlanRequest, limits: MemoryLimits
