@@ -169,9 +169,12 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *
     if variant.window is not None and variant.window >= max(key_lengths or lengths, default=0):
         variant = replace(variant, window=None)
     if _is_latent(k, v) and not _is_forced():
-        return torch_ops.blockwise_prefill_attention(
-            q, k, v, lengths, key_lengths or lengths, scores, decay,
-            VariantArguments.from_variant(variant, sinks))
+        options = (lengths, key_lengths or lengths, scores, decay,
+                   VariantArguments.from_variant(variant, sinks))
+        if dispatch.is_batch_invariant():
+            # As in `kernel_values`. PyTorch's matmuls depend on the number of rows.
+            return native.prefill_attention(q, k, k, *options)[..., k.shape[-1] - v.shape[-1] :]
+        return torch_ops.blockwise_prefill_attention(q, k, v, *options)
     whole = scores is None and key_lengths is None and torch_ops.sdpa_supports(variant)
     if whole and not _is_forced() and (
             not _has_kernels(q.device.type) or variant.window is None and (

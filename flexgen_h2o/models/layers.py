@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +27,9 @@ from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.reference import layers as reference_layers
 from flexgen_h2o.kernels.torch_ops import chunk_rows
+
+_PIECE = 1 << 14
+"""Elements of a piece of a row: too few for PyTorch to split them between threads."""
 
 
 class Scratch:
@@ -222,6 +226,20 @@ def xielu_(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> None:
     _into(x, activate, x)
 
 
+def sigmoid_(x: Tensor) -> Tensor:
+    """Compute the sigmoid of x [rows, width] in place and return x.
+
+    PyTorch computes the last elements of a tensor, or of a thread's share, with other instructions
+    than full vectors, and with other bits. For batch invariance it gets one piece of a row at a
+    time.
+    """
+    pieces = (chain.from_iterable(row.split(_PIECE) for row in x)
+              if dispatch.is_batch_invariant() else (x,))
+    for piece in pieces:
+        piece.sigmoid_()
+    return x
+
+
 def sort_pairs_(x: Tensor, width: int) -> None:
     """Sort the first `width` dimensions of x [rows, heads, head_dim]: even ones, then odd ones.
 
@@ -253,6 +271,7 @@ class Operations(Scratch):
     sort_pairs_ = staticmethod(sort_pairs_)
     activate_ = staticmethod(activate_)
     xielu_ = staticmethod(xielu_)
+    sigmoid_ = staticmethod(sigmoid_)
 
     def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
         """Compute ``x += scale * y``, with the product rounded as in transformers."""
@@ -275,11 +294,15 @@ class Operations(Scratch):
 
         `out` is [rows, heads, outputs].
         """
+        if dispatch.is_batch_invariant():
+            for head, matrix in enumerate(weight):
+                linear(x[:, head], matrix, out=out[:, head])
+            return
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
 
     def gate_(self, x: Tensor, gate: Tensor) -> Tensor:
         """Compute ``x *= sigmoid(gate)`` and return x; gate is overwritten."""
-        return x.mul_(gate.sigmoid_())
+        return x.mul_(sigmoid_(gate))
 
     def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None,
               correction: Tensor | None = None, *, per_token: int, config: RouterConfig
@@ -290,7 +313,7 @@ class Operations(Scratch):
             return native_experts.route(x, router, bias, per_token=per_token,
                                         normalize=config.normalize)
         return reference_layers.route(x, router, bias, correction, per_token=per_token,
-                                      config=config)
+                                      config=config, linear=linear, sigmoid_=sigmoid_)
 
 
 class CapturingOperations(Operations):
@@ -377,7 +400,7 @@ class CapturingOperations(Operations):
         self._capture.append(partial(xielu_, x, alpha_p, alpha_n))
 
     def gate_(self, x: Tensor, gate: Tensor) -> Tensor:
-        self._capture.append(gate.sigmoid_)
+        self._capture.append(partial(sigmoid_, gate))
         self._capture.append(partial(x.mul_, gate))
         return x
 

@@ -197,7 +197,7 @@ class MixtureDecoder(Decoder):
         if "post2" in w:
             out = ops.get("normed", tuple(x.shape), x.dtype).copy_(sums)
             sums = norm(cfg, w, "post2", out, ops, out=out)
-        x.add_(sums, alpha=cfg.residual_scale)
+        ops.add_(x, sums, cfg.residual_scale)
 
     def shared(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
                ops: Operations) -> Tensor:
@@ -211,7 +211,8 @@ class MixtureDecoder(Decoder):
         out = _gated(cfg, [w[f"shared_{name}"] for name in MATRICES], x, ops)
         if "shared_router" not in w:
             return out
-        return (x.float() @ w["shared_router"].float().t()).sigmoid() * out
+        gate = ops.linear(x.float(), w["shared_router"].float())
+        return ops.sigmoid_(gate) * out
 
 
 def read_experts(f: Fields, *, width: str = "moe_intermediate_size",

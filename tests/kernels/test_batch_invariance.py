@@ -1,14 +1,16 @@
 """Batch invariance of the operations: a row gives the same bits alone and among any others."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from helpers.kernel_cases import AVAILABLE, BUILT, decode_case, threads, using
+from helpers.kernel_cases import AVAILABLE, BUILT, decode_case, prefill_case, threads, using
 from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_h2o.config.layers import AttentionVariant, RouterConfig
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.eviction import Eviction
 from flexgen_h2o.kernels import dispatch, ops
@@ -79,6 +81,72 @@ def test_products_depend_on_other_rows_otherwise(name):
         return any(not torch.equal(product(x[:rows], weight), alone[:rows]) for rows in (16, MOST))
 
     assert any(map(depends, DTYPES))
+
+
+def heads_of(x):
+    """Multiply 4 heads of each row by their matrices."""
+    out = x.new_empty(len(x), 4, 30)
+    weight = WEIGHT.to(x.dtype).flatten()[: 4 * 30 * 50].view(4, 30, 50)
+    layers.Operations().linear_heads(x.view(len(x), 4, 50), weight, out=out)
+    return out
+
+
+def gated(x):
+    return layers.Operations().gate_(x.flip(1), x.clone())
+
+
+ROUTERS = {
+    "plain": RouterConfig(), "sigmoid": RouterConfig("sigmoid", scale=1.7),
+    "groups": RouterConfig("sigmoid", groups=5, groups_per_token=2),
+    "softmax of groups": RouterConfig(groups=5, groups_per_token=2, group_experts=1),
+    "sparsemixer": RouterConfig("sparsemixer"),
+}
+
+
+def routed(x, router: str):
+    """Return the experts of each row and their weights, as one tensor."""
+    correction = WEIGHT[:, 0] if router == "groups" else None
+    weight = WEIGHT if router == "sigmoid" else WEIGHT.to(x.dtype)
+    ids, routing_weights = layers.Operations().route(
+        x, weight, correction=correction, per_token=3, config=ROUTERS[router])
+    return torch.cat((ids, routing_weights), dim=1)
+
+
+def normed(x):
+    return layers.rms_norm(x, x.new_full((INPUTS,), 0.3), eps=1e-5, offset=1.0)
+
+
+ROW_OPERATIONS = {"heads": heads_of, "norm": normed, "gate": gated,
+                  **{f"route: {name}": partial(routed, router=name) for name in ROUTERS}}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROW_OPERATIONS)
+def test_operations_do_not_depend_on_other_rows(name, dtype):
+    x, operation = X.to(dtype), ROW_OPERATIONS[name]
+    with dispatch.batch_invariant():
+        with threads(2):
+            everything = operation(x)
+        for size in (1, 2, 3, 17, 130):
+            assert torch.equal(torch.cat([operation(rows) for rows in x.split(size)]), everything)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_attention_does_not_depend_on_chunks_and_other_prompts(dtype):
+    lengths = [70, 300, 9]
+    case = prefill_case(lengths, group=5, kv_heads=1, dim=22, dtype=dtype)
+    variant = AttentionVariant(scale=0.3)
+    q, k = case["q"], case["k"]
+    with dispatch.batch_invariant():
+        with threads(2):
+            together = ops.prefill_attention(q, k, k[..., 6:], lengths, variant=variant)
+        for rows, keys, out in zip(q.split(lengths), k.split(lengths), together.split(lengths),
+                                   strict=True):
+            for start in range(0, len(rows), 64):
+                end = min(start + 64, len(rows))
+                part = ops.prefill_attention(rows[start:end], keys[:end], keys[:end, :, 6:],
+                                             [end - start], key_lengths=[end], variant=variant)
+                assert torch.equal(part, out[start:end])
 
 
 CACHED = [600, 3, 257, 0, 256, 512, 40]

@@ -84,7 +84,8 @@ def activate(x, function, factor=None):
     x.copy_(result if factor is None else result * factor.float())
 
 
-def route(x, router, bias=None, correction=None, *, per_token, config):
+def route(x, router, bias=None, correction=None, *, per_token, config, linear=F.linear,
+          sigmoid_=torch.sigmoid_):
     """Return the experts of each row and their weights, in float32.
 
     The experts with the highest scores are chosen, best first. Ties are broken in favor of the
@@ -102,16 +103,18 @@ def route(x, router, bias=None, correction=None, *, per_token, config):
     per_token : int
         Experts per row.
     config : RouterConfig
+    linear, sigmoid_ : callable
+        Functions to use for PyTorch's.
 
     Returns
     -------
     ids : int64 Tensor [rows, per_token]
     routing_weights : float32 Tensor [rows, per_token]
     """
-    logits = x.float() @ router.float().t() + (0 if bias is None else bias.float())
+    logits = linear(x.float(), router.float()) + (0 if bias is None else bias.float())
     if config.scoring == "sparsemixer":
         return _sparsemixer(logits, per_token, config.jitter)
-    scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(-1)
+    scores = sigmoid_(logits.clone()) if config.scoring == "sigmoid" else logits.softmax(-1)
     # Different logits may have equal scores, because these are rounded.
     scores_for_choice = logits if config.groups == 1 and correction is None else scores
     if correction is not None:

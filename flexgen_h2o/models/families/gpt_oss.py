@@ -96,7 +96,7 @@ class GptOss(MixtureDecoder):
         ops.linear(x, w["gate"], w["gate_bias"], out=gate)
         ops.linear(x, w["up"], w["up_bias"], out=up)
         gate.clamp_(max=limit)
-        gate *= slopes.copy_(gate).mul_(cfg.experts.gate_slope).sigmoid_()
+        gate *= ops.sigmoid_(slopes.copy_(gate).mul_(cfg.experts.gate_slope))
         gate *= up.clamp_(-limit, limit).add_(1)
         out = ops.get("expert's output", (len(x), cfg.hidden_size), x.dtype)
         ops.linear(gate, w["down"], w["down_bias"], out=out)
