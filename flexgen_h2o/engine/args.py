@@ -109,10 +109,6 @@ def check_batch_invariant(config: ModelConfig, policy: Policy, cache: CacheOptio
     obstacles = (
         (device.type != "cpu", "on a GPU: compute on the CPU"),
         (ops.uses_reference("cpu"), "without the C++ kernels: build them"),
-        (config.experts is not None, f"for {config.name}: outputs of its experts are added in the "
-         "order in which they are loaded"),
-        (config.latent is not None, f"for {config.name}: latent attention uses PyTorch's matmuls"),
-        (config.recurrent is not None, f"for {config.name}: it has recurrent layers"),
         (cache.attn_sparsity < 1, "with attn_sparsity: leave one of them out"),
         (cache.simulated, "in a simulation: leave one of them out"),
         (h2o is not None and h2o.positions == "rolling",

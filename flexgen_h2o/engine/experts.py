@@ -2,7 +2,8 @@
 
 The tokens of all GPU batches are routed first. Then each chosen expert computes once, for all of
 its tokens together, in the order in which experts are loaded. Outputs are summed in a wider dtype,
-so that this order does not affect the result.
+so that this order hardly affects the result. For batch invariance they are kept instead, and summed
+in the order of the router's choices.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine.blocks import GPUBatch
 from flexgen_h2o.engine.expert_slots import ExpertSlots, put
 from flexgen_h2o.engine.weight_files import Weight
+from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.arguments import ShardedMatrix
 from flexgen_h2o.kernels.cpu.experts import ExpertTable, experts, max_expert_rows
 from flexgen_h2o.models import family
@@ -47,7 +49,7 @@ class ExpertMatmuls:
     """Computes experts of one layer on one device.
 
     Experts with few rows are computed by one call of the C++ library where it supports them, the
-    others one by one.
+    others one by one, and so are all for batch invariance.
 
     Parameters
     ----------
@@ -75,7 +77,8 @@ class ExpertMatmuls:
         routing_weights : float32 Tensor [rows, experts per token]
             Weight of each expert's output.
         sums : Tensor [rows, hidden] of `sums_dtype`
-            The sums that `add` updates.
+            The sums that `add` updates. For batch invariance, [rows, experts per token, hidden] of
+            x's dtype: `add` writes each output to its place, without its weight.
         counts : sequence of int
             Rows of each expert.
         """
@@ -89,7 +92,8 @@ class ExpertMatmuls:
         fusible = (isinstance(self._activation, tuple)
                    or type(self._family).expert is MixtureDecoder.expert)
         self._max_fused_rows = 0
-        if fusible and x.is_cpu and x.dtype == torch.bfloat16:
+        if (fusible and x.is_cpu and x.dtype == torch.bfloat16
+                and not dispatch.is_batch_invariant()):
             self._max_fused_rows = min(max_expert_rows(bits, self._options.activation_bits)
                                        for bits in self._options.shares)
 
@@ -129,6 +133,9 @@ class ExpertMatmuls:
             x = self._operations.get("gathered", (len(rows), self._x.shape[1]), self._x.dtype)
             torch.index_select(self._x, 0, rows, out=x)
             out = self._family.expert(self._config, w, x, self._operations)
+            if dispatch.is_batch_invariant():
+                self._sums.flatten(0, 1).index_copy_(0, picks, out)
+                continue
             out = out.to(self._sums.dtype).mul_(routing_weights[picks, None])
             self._sums.index_add_(0, rows, out)
 
@@ -264,7 +271,10 @@ class ExpertLayers:
         self._predicted.clear()
         self._slots.begin(layer, rows)
         self._inputs = get("experts' inputs", (rows, x.shape[1]), x.dtype)
-        self._sums = get("experts' sums", (rows, x.shape[1]), sums_dtype(x.dtype))
+        self._sums = (
+            get("experts' outputs", (rows, mixture.per_token, x.shape[1]), x.dtype)
+            if dispatch.is_batch_invariant()
+            else get("experts' sums", (rows, x.shape[1]), sums_dtype(x.dtype)))
         self._ids = get("experts of rows", (rows, mixture.per_token), torch.int64)
         self._routing_weights = get("experts' shares", (rows, mixture.per_token), torch.float32)
 
@@ -282,10 +292,24 @@ class ExpertLayers:
             self._compute()
             self._computed = True
         first, _ = self._rows(batch, forward_pass)
-        inputs, sums = (source[first : first + len(x)] for source in (self._inputs, self._sums))
         for rows in row_blocks(len(x)):
-            self._family.add_experts(self._config, w, x[rows], inputs[rows], sums[rows],
+            block = slice(first + rows.start, first + rows.stop)
+            sums = (self._sums_by_choice(block) if dispatch.is_batch_invariant()
+                    else self._sums[block])
+            self._family.add_experts(self._config, w, x[rows], self._inputs[block], sums,
                                      self._operations)
+
+    def _sums_by_choice(self, rows: slice) -> Tensor:
+        """Return the weighted sums of rows' outputs, added in the order of the router's choices."""
+        outputs, routing_weights = self._sums[rows], self._routing_weights[rows]
+        shape, dtype = (len(outputs), outputs.shape[2]), sums_dtype(outputs.dtype)
+        sums = self._operations.get("experts' sums", shape, dtype).zero_()
+        for choice in range(outputs.shape[1]):
+            out = outputs[:, choice].to(dtype)
+            if not self._config.experts.scale_inputs:
+                out.mul_(routing_weights[:, choice, None])
+            sums += out
+        return sums
 
     def _compute(self) -> None:
         """Sum the outputs of all chosen experts, in the order in which experts are ready."""
@@ -294,7 +318,9 @@ class ExpertLayers:
         rows = self._routed.stop  # fewer than planned if a batch has finished in between
         inputs, ids = self._inputs[:rows], self._ids[:rows]
         routing_weights = self._routing_weights[:rows]
-        sums, on_host = self._sums[:rows].zero_(), self._slots.requested_on_host
+        sums, on_host = self._sums[:rows], self._slots.requested_on_host
+        if not dispatch.is_batch_invariant():
+            sums.zero_()
         if on_host:
             host_rows, host_sums, handle = self._host.start(on_host, inputs, ids, routing_weights)
         self._matmuls.begin(inputs, ids, routing_weights, sums, self._counts)

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import generation, selection
+from helpers import generation, kernel_cases, selection
 from helpers.error_cases import refused
 from helpers.generation import make_prompts, token_ids, transformers_tokens
 from helpers.internals import (
@@ -17,6 +17,7 @@ from helpers.internals import (
     before_reads,
     experts_in_slots,
     hold_first_expert,
+    scratch_bytes,
     slots_of_experts,
     watch_arrivals,
     weight_sizes,
@@ -36,6 +37,7 @@ from flexgen_h2o.engine import expert_counts, expert_slots, source
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.planning.cost import estimate
 from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.memory_rows import moe_scratch
 from flexgen_h2o.planning.planned_run import PlannedRun
 
 NEW = 6
@@ -384,6 +386,21 @@ def test_the_memory_plan_counts_experts_and_slots(tiny_model, tmp_path, bits):
         held = sum(buffer.device.nbytes for buffer in slots_of_experts(llm))
         assert 0 < held <= rows["expert slots"].cpu
         assert llm.model_config.num_parameters() == tiny_model("qwen3_moe").model.num_parameters()
+
+
+@kernel_cases.BUILT
+def test_the_memory_plan_counts_outputs_that_batch_invariance_keeps(tiny_model):
+    rows, held, planned_bytes = 50, [], []
+    for invariant in (False, True):
+        with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32", device="cpu",
+                 batch_invariant=invariant) as llm:
+            llm.generate([list(range(3, 3 + rows))], max_new_tokens=1, eos_token_id=-1)
+            held.append(scratch_bytes(llm))
+            planned_bytes.append(moe_scratch(PlannedRun(
+                llm.model_config, Policy(), Workload(rows, 1, 1, 1), itemsize=4,
+                batch_invariant=invariant)))
+    sums_of_a_chunk = rows * 40 * 8  # planned in both cases
+    assert held[1] - held[0] == planned_bytes[1] - planned_bytes[0] + sums_of_a_chunk
 
 
 PROMPT = 12

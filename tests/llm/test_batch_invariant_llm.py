@@ -1,10 +1,13 @@
 """Batch invariance: tokens and log-probabilities of a prompt alone and in any batch, bit by bit."""
 
+from dataclasses import replace
+
 import pytest
 from helpers.error_cases import refused
 from helpers.generation import make_prompts
+from helpers.internals import hold_first_expert
 from helpers.kernel_cases import AVAILABLE, BUILT, threads, using
-from helpers.selection import examples, full
+from helpers.selection import examples, full, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +34,11 @@ MODES = {
 RARE = ("8-bit weights", "12-bit weights", "h2o, decay", "recall, quantized")
 MODELS = ("opt_no_bias", "opt_350m_style", "llama_dynamic", "gemma2", "granite", "apertus",
           "cohere", "neox", "stablelm_12b", "qwen2_windows", "phi3_longrope")
+DEEP_MODELS = ("deepseek_v3", "qwen3_next")
+"""Mixtures of experts with latent attention, and with recurrent layers."""
+MORE_MODELS = ("qwen3_moe", "gpt_oss", "deepseek_v2_groups", "deepseek_v3_dense", "qwen3_5",
+               "phimoe", "granitemoeshared", "afmoe", "gemma4_moe", "llama4", "ernie4_5_moe",
+               "qwen2_moe")
 POLICIES = {
     "one batch": Policy(gpu_batch_size=12),
     "small batches": Policy(gpu_batch_size=3, num_gpu_batches=2),
@@ -111,6 +119,45 @@ def test_answers_of_other_models(tiny_model, tmp_path, name, mode):
                     **MODES[mode])
 
 
+EXPERT_POLICIES = [
+    POLICIES["one batch"],
+    Policy(gpu_batch_size=3, num_gpu_batches=2, prefill_chunk=13),
+    replace(POLICIES["on disk"], expert_slots=4),
+]
+
+
+@pytest.mark.parametrize("name", DEEP_MODELS)
+@pytest.mark.parametrize("mode", ["bfloat16", *full(
+    "float32", "float16", "4-bit weights", "8-bit weights", "12-bit weights")])
+def test_answers_of_experts_latents_and_states(tiny_model, tmp_path, name, mode):
+    check_invariant(str(tiny_model(name).folder), EXPERT_POLICIES, tmp_path, **MODES[mode])
+
+
+@pytest.mark.parametrize("mode", ["h2o, quantized", *full("h2o inside prompts",
+                                                          "recall, quantized")])
+def test_answers_with_evicted_latents(tiny_model, tmp_path, mode):
+    check_invariant(str(tiny_model("deepseek_v3").folder), [POLICIES["on disk"]], tmp_path,
+                    **MODES[mode])
+
+
+@pytest.mark.parametrize("name", full(*MORE_MODELS))
+def test_answers_of_other_mixtures(tiny_model, tmp_path, name):
+    for mode in ("bfloat16", "4-bit weights"):
+        check_invariant(str(tiny_model(name).folder),
+                        [POLICIES["one batch"], POLICIES["on disk"]], tmp_path, **MODES[mode])
+
+
+def test_answers_do_not_depend_on_the_order_in_which_experts_are_loaded(
+        tiny_model, tmp_path, monkeypatch):
+    folder = str(tiny_model("qwen3_moe").folder)
+    options = {"dtype": "bfloat16", "device": "cpu", "batch_invariant": True, "weight_cache": None}
+    policy = Policy(gpu_batch_size=12, experts=Placement(0, 0, 100), expert_slots=14)
+    with LLM(folder, policy=policy, offload_dir=tmp_path, progress=False, **options) as llm:
+        order = hold_first_expert(monkeypatch, llm)
+        assert answers(llm, list(range(10))) == alone(folder, **options)
+    assert order[0] != (0, 0) in order
+
+
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_answers_with_other_instruction_sets(tiny_model, tmp_path, name):
     with using(name):
@@ -119,17 +166,20 @@ def test_answers_with_other_instruction_sets(tiny_model, tmp_path, name):
                             **MODES[mode])
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-def test_answers_depend_on_the_batch_otherwise(tiny_model, bits):
-    folder = str(tiny_model("llama").folder)
+@pytest.mark.parametrize("name, bits", [("llama", 16), ("llama", 4), ("deepseek_v3", 4),
+                                        ("qwen3_next", 16)])
+def test_answers_depend_on_the_batch_otherwise(tiny_model, name, bits):
+    folder = str(tiny_model(name).folder)
     options = {"dtype": "float32", "device": "cpu", "weight_cache": None, "weight_bits": bits}
     with LLM(folder, policy=POLICIES["one batch"], progress=False, **options) as llm:
         assert answers(llm, list(range(10))) != alone(folder, **options)
 
 
-@pytest.mark.parametrize("mode", ["bfloat16", "h2o", "8-bit activations, quantized cache"])
-def test_answers_of_a_session_do_not_depend_on_the_block(tiny_model, mode):
-    folder = str(tiny_model("llama").folder)
+@pytest.mark.parametrize("name, mode", [
+    ("llama", "bfloat16"), ("llama", "h2o"), ("llama", "8-bit activations, quantized cache"),
+    *full_cases(("deepseek_v3", "h2o")), ("qwen3_next", "bfloat16")])
+def test_answers_of_a_session_do_not_depend_on_the_block(tiny_model, name, mode):
+    folder = str(tiny_model(name).folder)
     options = {"dtype": "bfloat16", "device": "cpu", "weight_cache": None} | MODES[mode]
 
     def of_session(size: int, together: int) -> dict[int, tuple]:
@@ -150,11 +200,12 @@ def test_answers_of_a_session_do_not_depend_on_the_block(tiny_model, mode):
     assert of_session(4, 3) == of_session(12, 12) == expected
 
 
-def test_speculation_and_its_drafts_change_nothing(tiny_model, tmp_path):
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_speculation_and_its_drafts_change_nothing(tiny_model, name):
     prompt = make_prompts(96, [6])[0] * 8
     results = []
     for policy in (Policy(), Policy(speculate="ngram", num_speculative_tokens=5)):
-        with LLM(str(tiny_model("llama").folder), policy=policy, dtype="bfloat16", device="cpu",
+        with LLM(str(tiny_model(name).folder), policy=policy, dtype="bfloat16", device="cpu",
                  batch_invariant=True, progress=False) as llm:
             (out,) = llm.generate([prompt], max_new_tokens=30, eos_token_id=-1, logprobs=1)
             results.append((out.token_ids, out.log_probs))
@@ -162,9 +213,6 @@ def test_speculation_and_its_drafts_change_nothing(tiny_model, tmp_path):
 
 
 REFUSALS = {
-    "latent attention": ("deepseek_v3_dense", {}, "latent attention"),
-    "experts": ("qwen3_moe", {}, "its experts"),
-    "recurrent layers": ("qwen3_5", {}, "recurrent layers"),
     "attn_sparsity": ("llama", {"attn_sparsity": 0.5}, "with attn_sparsity"),
     "simulation": ("llama", {"h2o": H2OConfig(heavy_ratio=0.1, simulate=True)}, "a simulation"),
     "rolling": ("llama", {"h2o": H2OConfig(heavy_ratio=0.1, positions="rolling")},
