@@ -31,7 +31,14 @@ from flexgen_h2o.requests.fields import URLS, BadRequest
 from flexgen_h2o.requests.request import Defaults
 from flexgen_h2o.requests.tokenizing import RequestTokenizer
 from flexgen_h2o.serving.batches import check_endpoint
-from flexgen_h2o.serving.guard import JSON, MAX_HEADERS, ApiError, Guard, read_json
+from flexgen_h2o.serving.guard import (
+    JSON,
+    MAX_HEADERS,
+    ApiError,
+    ClosedConnections,
+    Guard,
+    read_json,
+)
 from flexgen_h2o.serving.live import DONE, LiveRequest, ResponseOptions, Stopped, read_live, sse
 from flexgen_h2o.serving.scheduler import QueueFull, Scheduler, Unavailable
 from flexgen_h2o.serving.store import INPUT, Batch, Counts, File, Store, StoreError, new_id
@@ -87,7 +94,8 @@ class Api:
         cors = [Middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=["*"],
                            allow_headers=["*"])] if origins else []
         guard = Middleware(Guard, key=key, host=host, origins=origins, max_file=self._max_file)
-        return Starlette(routes=routes, middleware=[*cors, guard], exception_handlers={
+        layers = [Middleware(ClosedConnections), *cors, guard]
+        return Starlette(routes=routes, middleware=layers, exception_handlers={
             error: _handle for error in (ApiError, BadRequest, StoreError, Unavailable, Stopped,
                                          ClientDisconnect, HTTPException, Exception)})
 

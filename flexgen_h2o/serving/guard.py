@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import h11
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
@@ -56,6 +57,25 @@ class ApiError(Exception):
     def response(self) -> Response:
         """Return the response."""
         return JSON(self.fields(), self.status, headers=self.headers)
+
+
+class ClosedConnections:
+    """ASGI middleware that ends requests whose connection the server has closed.
+
+    If the rest of a body is not HTTP, uvicorn answers 400 and closes the connection, while the
+    request is handled.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        try:
+            await self._app(scope, receive, send)
+        except h11.LocalProtocolError:
+            while (await receive())["type"] != "http.disconnect":
+                pass
 
 
 class Guard:

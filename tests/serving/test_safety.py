@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+import socket
 
 import httpx
 import pytest
@@ -105,6 +107,19 @@ def test_a_client_that_leaves_is_no_error_of_the_server(path):
     api = Api(None, None, None, Defaults(("m",), 4), model="m", max_model_len=9, max_file=9)
     asyncio.run(api.app(key=None, host="127.0.0.1", origins=())(scope, receive, send))
     assert sent[0]["status"] == 499
+
+
+@pytest.mark.parametrize("target", ["GET /health", "POST /v1/completions", "GET /v1/nothing"])
+def test_a_body_that_stops_being_http_is_answered_once(served, monkeypatch, target):
+    errors = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "error",
+                        lambda *args, **_: errors.append(args))
+    with socket.create_connection(("127.0.0.1", httpx.URL(served.url).port), timeout=60) as client:
+        client.sendall(f"{target} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n"
+                       "\r\nno length\r\n".encode())
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert served.http.get("/health").status_code == 200
+    assert answer.startswith(b"HTTP/1.1 400") and not errors
 
 
 def test_unknown_paths_and_methods_have_api_errors(served):
