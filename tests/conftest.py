@@ -137,12 +137,12 @@ def device(request, monkeypatch) -> str:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Callable[[str], TinyModel]:
     """Return a function from a key of `TINY` to its model, saved to disk once per session."""
-    made: dict[str, TinyModel] = {}
+    models: dict[str, TinyModel] = {}
 
     def get(key: str) -> TinyModel:
-        if key not in made:
-            made[key] = make_tiny(key, tmp_path_factory.mktemp("tiny") / key)
-        return made[key]
+        if key not in models:
+            models[key] = make_tiny(key, tmp_path_factory.mktemp("tiny") / key)
+        return models[key]
 
     return get
 

@@ -209,14 +209,14 @@ class Model:
     def take(self, tokens: list[int], first: int, weights: list[int]
              ) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the slots of tokens, and (token, slot) of missing tokens."""
-        here = {token: slot for slot, token in self.held.items()}
+        slots = {token: slot for slot, token in self.held.items()}
         old = [token for token in tokens if 0 <= token < first]
-        away = [token for token in old if token not in here]
+        missing = [token for token in old if token not in slots]
         free = [slot for slot in self.slots if self.held.get(slot) not in old]
         free.sort(key=lambda slot: weights[self.held[slot]] if slot in self.held else 0)
-        new = dict(zip(away, sorted(free[: len(away)]), strict=True))
+        new = dict(zip(missing, sorted(free[: len(missing)]), strict=True))
         self.held |= {slot: token for token, slot in new.items()}
-        places = here | new
+        places = slots | new
         return [-1 if token < 0 else len(self.slots) + token % NEWEST if token >= first
                 else places[token] for token in tokens], list(new.items())
 
@@ -263,6 +263,6 @@ def test_a_hot_set_evicts_the_least_weights(history):
         expected = [model.take(chosen, first, weights)
                     for model, chosen in zip(models, tokens, strict=True)]
         assert results[0].tolist() == [places for places, _ in expected]
-        away = [[head, *move] for head, (_, new) in enumerate(expected) for move in new]
-        assert missing.T.tolist() == away
-        assert held == sum(0 <= token < first for chosen in tokens for token in chosen) - len(away)
+        moves = [[head, *move] for head, (_, new) in enumerate(expected) for move in new]
+        assert missing.T.tolist() == moves
+        assert held == sum(0 <= token < first for chosen in tokens for token in chosen) - len(moves)

@@ -122,13 +122,13 @@ def test_proposed_policies_fit_and_keep_given_values(hardware, request, given_si
             placement = getattr(run.policy, kind)
             assert all(share == int(share) for share in (placement.gpu, placement.cpu))
             assert hardware.has_gpu or placement.cpu == 0
-        asked = request["policy"]
-        assert replace(run.policy, weights=asked.weights, cache=asked.cache,
-                       activations=asked.activations, gpu_batch_size=4, num_gpu_batches=1,
-                       cpu_cache_compute=asked.cpu_cache_compute) == asked
+        wanted = request["policy"]
+        assert replace(run.policy, weights=wanted.weights, cache=wanted.cache,
+                       activations=wanted.activations, gpu_batch_size=4, num_gpu_batches=1,
+                       cpu_cache_compute=wanted.cpu_cache_compute) == wanted
         assert run.policy.gpu_batch_size == (size or load.gpu_batch_size)
         assert run.policy.num_gpu_batches == (count or load.num_gpu_batches)
-        assert run.policy.cpu_cache_compute or not asked.cpu_cache_compute
+        assert run.policy.cpu_cache_compute or not wanted.cpu_cache_compute
         if request["prompts"] is not None:
             last = load.gpu_batch_size * (load.num_gpu_batches - 1)
             assert max(load.gpu_batch_size, last + 1) <= request["prompts"], "an empty batch"
@@ -141,7 +141,7 @@ def test_proposed_policies_fit_and_keep_given_values(hardware, request, given_si
 @settings(max_examples=examples(15))
 @given(machines, requests, st.sampled_from(["gpu", "cpu", "disk", *GPU.links]),
        st.sampled_from([1.05, 1.5, 4]))
-def test_more_resources_never_lower_throughput(hardware, request, more, factor):
+def test_more_resources_never_lower_throughput(hardware, request, part, factor):
     if not selection.every_case:
         # A search over all batch sizes takes seconds.
         request |= {"gpu_batch_size": 8, "num_gpu_batches": 2}
@@ -149,12 +149,12 @@ def test_more_resources_never_lower_throughput(hardware, request, more, factor):
         before = find(hardware, **request)
     except UserError:
         assume(False)
-    if more in hardware.links:
-        better = replace(hardware, links=hardware.links | {more: hardware.links[more] * factor})
+    if part in hardware.links:
+        better = replace(hardware, links=hardware.links | {part: hardware.links[part] * factor})
     else:
-        held = getattr(hardware, f"{more}_bytes", None)
+        held = getattr(hardware, f"{part}_bytes", None)
         assume(held is not None)
-        better = replace(hardware, **{f"{more}_bytes": int(held * factor)})
+        better = replace(hardware, **{f"{part}_bytes": int(held * factor)})
     after = find(better, **request)
     for rate in (lambda choices: choices[0].tokens_per_second * (1 + 1 / 100),
                  lambda choices: max(choice.tokens_per_second for choice in choices)):
@@ -231,10 +231,10 @@ def test_batch_sizes_are_close_to_brute_force():
         most = 0.0
         for batch in itertools.product((1, 4, 16, 32, 48, 96, 192), (1, 2, 4, 8, 16)):
             try:
-                each = find(hardware, **request, gpu_batch_size=batch[0], num_gpu_batches=batch[1])
+                plans = find(hardware, **request, gpu_batch_size=batch[0], num_gpu_batches=batch[1])
             except UserError:
                 continue
-            most = max(most, each[0].tokens_per_second)
+            most = max(most, plans[0].tokens_per_second)
         assert chosen >= 0.97 * most > 0
 
 

@@ -117,7 +117,7 @@ def test_fields_of_vllm_reach_the_engine(runs, words_model):
     fields = [{}, {"reasoning_effort": "w7"}, {"chat_template_kwargs": {"extra": "w8"}}]
     runs.input([
         *({"id": name, "messages": [{"role": "user", "content": "w5"}], "temperature": 0,
-           "max_tokens": 3, **more} for name, more in zip("abc", fields, strict=True)),
+           "max_tokens": 3, **extra} for name, extra in zip("abc", fields, strict=True)),
         {**greedy, "id": "stop", "stop_token_ids": [third]},
         {**greedy, "id": "least", "stop_token_ids": [third], "min_tokens": 6},
         {**greedy, "id": "bias", "logit_bias": {str(third): -100}},

@@ -216,8 +216,8 @@ def test_invalid_json_lines_are_errors(line):
 # --- answers
 
 
-def output(text: str, tokens: list[int], **more) -> Output:
-    return Output(None, [1, 2, 3], tokens, text, "length", **more)
+def output(text: str, tokens: list[int], **options) -> Output:
+    return Output(None, [1, 2, 3], tokens, text, "length", **options)
 
 
 def body_of(one: requests.JobRequest, *outputs: Output, kind: str | None = None) -> dict:

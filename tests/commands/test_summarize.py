@@ -31,11 +31,11 @@ from flexgen_h2o.outputs import Output
 STOP = "###"
 
 
-def article(number: int, words: int = 20, **more) -> dict:
+def article(number: int, words: int = 20, **options) -> dict:
     text = f"Text {number} has {'many ' * words}words. It goes on."
     return {"article": f"###\nArticle: {text}\n\nSummarize the above article in 1 sentence.\n",
             "summary_gt": f"Text {number} has words", "stop": [STOP], "temperature": 0.3,
-            "max_tokens": 8, **more}
+            "max_tokens": 8, **options}
 
 
 # --- input

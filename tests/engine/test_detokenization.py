@@ -253,7 +253,7 @@ def test_stops_equal_those_of_transformers():
                  "a#####", "日本###", "three four five", "four fives"):
         tokens = tokenizer(text)["input_ids"]
         results = [next((i for i in range(1, len(tokens) + 1) if stops(tokens[:i])), None)
-                 for stops in (ours, lambda some: theirs(torch.tensor([some]), None).all())]
+                 for stops in (ours, lambda ids: theirs(torch.tensor([ids]), None).all())]
         assert results[0] == results[1], text
         assert (results[0] is None) == (text in ("none", "four fives"))
 

@@ -71,10 +71,10 @@ def test_tokens_of_transformers_for_every_policy(tiny_model, wanted, tmp_path, k
                          gpu_batch_size=size, num_gpu_batches=count, overlap=overlap,
                          offload_dir=tmp_path)
         assert got == expected, (experts, slots, size, count, overlap)
-        away = stats.expert_hits + stats.expert_loads
-        assert stats.expert_touches >= away
+        fetched = stats.expert_hits + stats.expert_loads
+        assert stats.expert_touches >= fetched
         in_place = (None, HOST) if stats.device == "cpu" else (None,)
-        assert (away > 0) == (experts not in in_place), "in its memory they are used where they are"
+        assert (fetched > 0) == (experts not in in_place), "resident experts are not loaded"
         assert overlap or stats.expert_prefetches == 0
 
 
@@ -480,10 +480,10 @@ def test_ended_sequences_are_not_counted(tiny_model, chunk):
     assert choices.text_tokens == whole if chunk is None else 3 * 6 <= choices.text_tokens < whole
 
 
-@pytest.mark.parametrize(("alike", "texts", "tokens"), [
+@pytest.mark.parametrize(("shared", "texts", "tokens"), [
     (SHARED_PREFIX - 1, 4, 4 * SHARED_PREFIX), (SHARED_PREFIX, 1, SHARED_PREFIX + 4)])
-def test_a_shared_prefix_counts_once_if_computed_once(tiny_model, alike, texts, tokens):
-    beginning, = make_prompts(97, [alike])
+def test_a_shared_prefix_counts_once_if_computed_once(tiny_model, shared, texts, tokens):
+    beginning, = make_prompts(97, [shared])
     with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32",
              policy=Policy(gpu_batch_size=4)) as llm:
         llm.generate([[*beginning, number] for number in range(4)], max_new_tokens=1,

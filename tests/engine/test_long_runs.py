@@ -86,10 +86,10 @@ def run_child(tmp_path_factory, model):
     time since the child called `note_time`, or None), result (what the function returned, or None)
     and folder, in which the child worked. Equal calls run once.
     """
-    root, here = tmp_path_factory.mktemp("children"), Path(__file__).parent
+    root, tests = tmp_path_factory.mktemp("children"), Path(__file__).parent
     children: dict[str, dict] = {}
     code = "import test_long_runs; test_long_runs.fork_children()"
-    folders = Path(flexgen_h2o.__file__).parents[1], here, here.parent
+    folders = Path(flexgen_h2o.__file__).parents[1], tests, tests.parent
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, text=True,
                           env=environment(*folders, OMP_NUM_THREADS="1")) as process:
@@ -344,15 +344,15 @@ def in_child_run(folder: str, model: str, gpu: int, name: str) -> dict:
 @pytest.mark.full
 def test_weights_on_disk_are_never_all_in_memory(run_child):
     run_child("write")
-    bare, away, here = (run_child("run", gpu, name)["result"] for gpu, name in (
+    bare, disk, memory = (run_child("run", gpu, name)["result"] for gpu, name in (
         (100, "small"), (0, "large"), (100, "large")))
     # A layer that computes, one that is read and one of workspace; and as much again and a layer
     # for what the allocator keeps of what was freed. That is seven layers of 26.
-    bound = bare["peak"] + 7 * away["layer"] + away["tables"] + away["cache"]
-    assert away["model"] > 600_000_000, away
-    assert away["read"] > 6 * 0.95 * (away["model"] - away["tables"]), away
-    assert away["peak"] < bound, (bare, away)
-    assert here["peak"] > bound, ("the bound would hold with all in memory too", bare, here)
+    bound = bare["peak"] + 7 * disk["layer"] + disk["tables"] + disk["cache"]
+    assert disk["model"] > 600_000_000, disk
+    assert disk["read"] > 6 * 0.95 * (disk["model"] - disk["tables"]), disk
+    assert disk["peak"] < bound, (bare, disk)
+    assert memory["peak"] > bound, ("the bound would hold with all in memory too", bare, memory)
 
 
 def in_child_quantize(folder: str, model: str, name: str) -> dict:
@@ -550,14 +550,14 @@ COMMON_LIMITS = ("home, cache on disk", "home, converted", "size, cache on disk"
 @pytest.mark.parametrize("case", [
     *COMMON_LIMITS, *selection.full(*(case for case in LIMITS if case not in COMMON_LIMITS))])
 def test_read_only_home_and_limited_file_size(run_child, case):
-    *arguments, said = LIMITS[case]
+    *arguments, message = LIMITS[case]
     child = run_child("limit", *arguments)
     assert child["status"] == 0, child
-    if said is None:
+    if message is None:
         assert (child["result"], child["err"]) == (0, ""), child
     else:
         assert child["result"] == 2 and child["out"] == "", child
-        assert re.search(said, error_line(child["err"])), child
+        assert re.search(message, error_line(child["err"])), child
     left = [path for path in child["folder"].glob("*/**/*") if path.is_file()]
     assert not [path for path in left if path.suffix != ".lock"], left
 

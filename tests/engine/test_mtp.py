@@ -42,12 +42,12 @@ MTP = {"speculate": "mtp", "num_speculative_tokens": 3}
 @pytest.fixture(scope="module")
 def mtp_model(tmp_path_factory):
     """Return a function from a key of a tiny model to an `MtpModel`, built once."""
-    made = {}
+    models = {}
 
     def get(key):
-        if key not in made:
-            made[key] = make_mtp(key, tmp_path_factory.mktemp("mtp") / key)
-        return made[key]
+        if key not in models:
+            models[key] = make_mtp(key, tmp_path_factory.mktemp("mtp") / key)
+        return models[key]
 
     return get
 
@@ -190,7 +190,7 @@ def test_embedding_and_head_are_shared_in_memory(mtp_model, options):
     with LLM(str(mtp_model("glm4_moe").folder), dtype="float32", weight_cache=None,
              policy=Policy(**MTP | options)) as llm:
         runner = llm._engine.runner
-        model, layer = (each.weights.resident_by_name for each in (runner, runner.draft))
+        model, layer = (part.weights.resident_by_name for part in (runner, runner.draft))
         names = {"model.embed_tokens.weight", "lm_head.weight"}
         assert layer.keys() >= names
         for name in names & model.keys():

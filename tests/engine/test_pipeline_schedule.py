@@ -132,11 +132,11 @@ def test_each_rank_loads_what_its_computes_need(pipeline):
     """One rank's actions in their order: buffers, weights and caches as on one rank alone."""
     passes, bounds, batches, options = pipeline
     for rank, actions in enumerate(actions_of_ranks(*pipeline)):
-        own = Stage.for_rank(rank, bounds).units(options["sep_layer"])
+        units = Stage.for_rank(rank, bounds).units(options["sep_layer"])
         weights, cache, stored, hidden, started = set(), {}, {}, {}, set()
         for action in actions:
             key, where = (action.unit, action.batch), (action.forward_pass, action.batch)
-            assert action.unit in own
+            assert action.unit in units
             if action.op is Op.LOAD_WEIGHTS:
                 assert action.unit not in weights
                 weights.add(action.unit)
@@ -160,7 +160,7 @@ def test_each_rank_loads_what_its_computes_need(pipeline):
                 assert hidden.pop(where) == action.unit
             elif action.op in (Op.ATTEND, Op.COMPUTE):
                 assert action.unit in weights
-                if action.unit == own[0] and action.op is Op.COMPUTE:
+                if action.unit == units[0] and action.op is Op.COMPUTE:
                     hidden[where] = action.unit  # embedded or received
                 assert hidden[where] == action.unit
                 if key in cache:
@@ -168,7 +168,7 @@ def test_each_rank_loads_what_its_computes_need(pipeline):
                     started.add(key)
                     if action.forward_pass == passes - 1 and not options["keep_cache"]:
                         cache.pop(key)
-                if action.op is Op.COMPUTE and action.unit == own[-1] == own.stop - 1 and (
+                if action.op is Op.COMPUTE and action.unit == units[-1] == units.stop - 1 and (
                         Stage.for_rank(rank, bounds).is_last_stage):
                     hidden.pop(where)
         assert not weights and not hidden

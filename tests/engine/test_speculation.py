@@ -105,10 +105,10 @@ def repetitive_prompts() -> list[list[int]]:
 
 
 def sampling(do_sample: bool) -> list[SamplingParams]:
-    more = {"do_sample": True, "temperature": 0.6, "presence_penalty": 0.4} if do_sample else {
+    options = {"do_sample": True, "temperature": 0.6, "presence_penalty": 0.4} if do_sample else {
         "repetition_penalty": 1.05}
     return [SamplingParams(max_new_tokens=new, eos_token_id=-1, seed=number + 7, logprobs=2,
-                           min_new_tokens=1, **more) for number, new in enumerate(NEW)]
+                           min_new_tokens=1, **options) for number, new in enumerate(NEW)]
 
 
 def generate(folder, tmp_path, do_sample: bool, policy: Policy, **options):

@@ -94,16 +94,16 @@ class Noting(Operations):
 @pytest.mark.parametrize("key", TINY)
 def test_matrices_are_stored_in_order_of_use(key):
     config = from_transformers(TINY[key](), key)
-    kind, do = family(config), Noting()
+    kind, ops = family(config), Noting()
     specs = kind.weights(config).layers[config.attention_layers[0]]
     w = {name: torch.rand(spec.shape) for name, spec in specs.items()}
     x = torch.rand(2, config.hidden_size)
-    q, _, _ = kind.attention_inputs(config, w, x, do)
-    kind.attention_output(config, w, x, q, do)
+    q, _, _ = kind.attention_inputs(config, w, x, ops)
+    kind.attention_output(config, w, x, q, ops)
     if not config.parallel_residual:
-        kind.mlp(config, w, x, do)
+        kind.mlp(config, w, x, ops)
     matrices = [name for name, tensor in w.items() if tensor.dim() == 2]
-    assert [name for weight in do.used for name, own in w.items() if own is weight] == matrices
+    assert [name for weight in ops.used for name, own in w.items() if own is weight] == matrices
 
 
 @pytest.mark.parametrize("disk", [30, 100])

@@ -95,10 +95,10 @@ class StoreCase:
     def run(self, folder: Path, mark) -> None:
         """Upload, delete, and end a batch, as the server does."""
         store = Store(str(folder / "new" / "data"))
-        kept, gone = (self._upload(store, bytes([65 + number]) * 6000, mark) for number in range(2))
-        mark(f"deleting {gone}")
-        store.delete_file(gone)
-        mark(f"deleted {gone}")
+        kept, other = (self._upload(store, bytes([value]) * 6000, mark) for value in b"AB")
+        mark(f"deleting {other}")
+        store.delete_file(other)
+        mark(f"deleted {other}")
         created = Batch(id=new_id("batch_"), endpoint="/v1/completions", model="m",
                      input_file_id=kept, completion_window="24h", created_at=1, expires_at=2,
                      output_file_id=new_id("file-"), error_file_id=new_id("file-"),
@@ -128,9 +128,9 @@ class StoreCase:
         """Open the store: all files, states and lines that were acknowledged are there."""
         store = Store(str(folder / "new" / "data"))
         order = ("validating", "in_progress", "completed")
-        gone = {mark.split()[1] for mark in marks if mark.startswith("delet")}
+        deleted = {mark.split()[1] for mark in marks if mark.startswith("delet")}
         for kind, name, *rest in (mark.split(" ", 2) for mark in marks):
-            if kind == "file" and name not in gone:
+            if kind == "file" and name not in deleted:
                 assert store.get(File, name) is not None
                 assert hashlib.sha256(
                     Path(store.path(name)).read_bytes()).hexdigest() == rest[0]

@@ -104,11 +104,11 @@ def test_a_copy_that_is_removed_meanwhile_is_made_again(cache, tmp_path, monkeyp
     first = copy(paths, cache)
     opened = os.open
 
-    def remove_first(path, *options, **more):
+    def remove_first(path, *options, **keywords):
         if Path(path).parent == first:
             monkeypatch.undo()
             shutil.rmtree(first)
-        return opened(path, *options, **more)
+        return opened(path, *options, **keywords)
 
     disk_cache._in_use.pop(first)
     monkeypatch.setattr(os, "open", remove_first)

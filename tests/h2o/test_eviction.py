@@ -253,7 +253,7 @@ def test_text_budget_grows_by_at_most_a_token_a_step(data):
 
 
 def test_ratios_of_the_prompt_and_of_the_text():
-    for of, total in (("prompt", 20), ("text", 30)):
-        h2o = H2OConfig(heavy_ratio=0.1, budget_of=of)
+    for base, total in (("prompt", 20), ("text", 30)):
+        h2o = H2OConfig(heavy_ratio=0.1, budget_of=base)
         assert budget(h2o, 0, 100).total == 20
         assert budget(h2o, 0, 100, 50).total == num_cached(h2o, 0, 100, 59) == total

@@ -45,10 +45,10 @@ def test_scores_depend_on_neither_order_nor_empty_slots(seed, filled, empty, nam
                         state.keys[:, order], state.values[:, order])
     torch.testing.assert_close(policy.score(moved), results[:, order])
     for head in range(2):
-        here = state.positions[head] != EMPTY
-        alone = PolicyState(*(x[head : head + 1, here] for x in (state.attention, state.positions)),
-                            TOKENS, *(x[head : head + 1, here] for x in (state.keys, state.values)))
-        torch.testing.assert_close(policy.score(alone)[0], results[head, here])
+        used = state.positions[head] != EMPTY
+        alone = PolicyState(*(x[head : head + 1, used] for x in (state.attention, state.positions)),
+                            TOKENS, *(x[head : head + 1, used] for x in (state.keys, state.values)))
+        torch.testing.assert_close(policy.score(alone)[0], results[head, used])
 
 
 @settings(max_examples=examples(20))
@@ -59,11 +59,11 @@ def test_caote_is_the_change_of_the_output(seed, filled):
     for head in range(2):
         mean = state.attention[head].double() / (TOKENS - state.positions[head])
         values = state.values[head].double()
-        for gone in range(filled):
+        for victim in range(filled):
             rest = mean.clone()
-            rest[gone] = 0
+            rest[victim] = 0
             moved = rest @ values / rest.sum() - mean @ values / mean.sum()
-            torch.testing.assert_close(results[head, gone].double(), moved.norm(), rtol=1e-3,
+            torch.testing.assert_close(results[head, victim].double(), moved.norm(), rtol=1e-3,
                                        atol=1e-5)
 
 

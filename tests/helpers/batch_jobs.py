@@ -30,7 +30,7 @@ def answers(path: Path) -> dict[str, object]:
     return by_id
 
 
-def job_flags(folder: Path, model: str, output: str, *more: str) -> list[str]:
+def job_flags(folder: Path, model: str, output: str, *extra: str) -> list[str]:
     """Return the flags of a job on ``in.jsonl`` in a folder."""
     return ["-i", str(folder / "in.jsonl"), "-o", str(folder / output), "--model", model,
-            "--dtype", "float32", "--device", "cpu", "--gpu-batch-size", "2", *more]
+            "--dtype", "float32", "--device", "cpu", "--gpu-batch-size", "2", *extra]

@@ -57,9 +57,9 @@ def transformers_tokens(tiny, prompts: list[list[int]], new: int, **options) -> 
         key = id(tiny.model), new, repr((prompt, options))
         if key not in _generated:
             ids = torch.tensor([prompt])
-            found = tiny.model.generate(ids, attention_mask=torch.ones_like(ids),
-                                        max_new_tokens=new, **options)
-            _generated[key] = tiny.model, found[0, len(prompt):].tolist()
+            output = tiny.model.generate(ids, attention_mask=torch.ones_like(ids),
+                                         max_new_tokens=new, **options)
+            _generated[key] = tiny.model, output[0, len(prompt):].tolist()
         tokens.append(list(_generated[key][1]))
     return tokens
 

@@ -522,7 +522,7 @@ def _as_converted(case: Case, weights: Weights, config: Any) -> Tensors:
 
 def stacked(tensors: Tensors) -> Weights:
     """Experts (and norms of single heads) of a layer as one tensor each."""
-    found: Weights = {}
+    single: Weights = {}
     several: dict[str, list[tuple[int, np.ndarray]]] = {}
     for name, values in tensors:
         for part in ("experts", "norms"):
@@ -536,9 +536,9 @@ def stacked(tensors: Tensors) -> Weights:
                 several.setdefault(key, []).append((int(number), values))
                 break
         else:
-            found[name] = values
-    return found | {name: np.stack([values for _, values in sorted(each, key=lambda e: e[0])])
-                    for name, each in several.items()}
+            single[name] = values
+    return single | {name: np.stack([values for _, values in sorted(parts, key=lambda e: e[0])])
+                     for name, parts in several.items()}
 
 
 def _add_values(writer: GGUFWriter, config: Any) -> None:

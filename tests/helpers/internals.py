@@ -329,7 +329,7 @@ def plan_with(llm, change) -> None:
     plan = llm._memory.plan
 
     def planned(policy, cache, workload, *, loaded_bytes):
-        found, limits = plan(policy, cache, workload, loaded_bytes=loaded_bytes)
-        return found, change(workload, limits)
+        fitted, limits = plan(policy, cache, workload, loaded_bytes=loaded_bytes)
+        return fitted, change(workload, limits)
 
     llm._memory.plan = planned

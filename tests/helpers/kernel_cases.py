@@ -241,8 +241,8 @@ def weights64(products, hidden, *, dim, variant, sink):
     if variant.softcap:
         logits = variant.softcap * (logits / variant.softcap).tanh()
     logits = logits.masked_fill(hidden, float("-inf"))
-    own = torch.full((*logits.shape[:-1], 1), float("-inf") if sink is None else float(sink))
-    return torch.cat((logits, own.double()), dim=-1).softmax(-1)[..., :-1]
+    sink_logit = torch.full((*logits.shape[:-1], 1), float("-inf") if sink is None else float(sink))
+    return torch.cat((logits, sink_logit.double()), dim=-1).softmax(-1)[..., :-1]
 
 
 def prefill_case(lengths, key_lengths=None, *, group=1, kv_heads=2, dim=16, decay=1.0,
@@ -274,7 +274,7 @@ def prefill64(q, k, v, *, lengths, key_lengths, scores, decay, variant=DEFAULT_V
     group = q.shape[1] // k.shape[1]
     parts = zip(lengths, out.split(lengths), k.double().split(key_lengths),
                 v.double().split(key_lengths), after.split(key_lengths, dim=1), strict=True)
-    for rows, mine, keys, values, received in parts:
+    for rows, queries, keys, values, received in parts:
         tokens = len(keys)
         hidden = ~torch.ones(rows, tokens, dtype=torch.bool).tril(tokens - rows)
         if variant.window is not None:
@@ -283,10 +283,10 @@ def prefill64(q, k, v, *, lengths, key_lengths, scores, decay, variant=DEFAULT_V
         weights = decay ** torch.arange(rows - 1, -1, -1).double()
         received *= decay**rows
         for head in range(q.shape[1]):
-            probabilities = weights64(mine[:, head] @ keys[:, head // group].T, hidden,
+            probabilities = weights64(queries[:, head] @ keys[:, head // group].T, hidden,
                                       dim=q.shape[-1], variant=variant,
                                       sink=None if sinks is None else sinks[head])
-            mine[:, head] = probabilities @ values[:, head // group]
+            queries[:, head] = probabilities @ values[:, head // group]
             received[head // group] += weights @ probabilities
     return out, after
 
@@ -295,21 +295,21 @@ def check_prefill(functions, case):
     """Each function has `reference.prefill_attention`'s signature."""
     expected, wanted = prefill64(**case)
     for function in functions:
-        mine = {name: copied(x) for name, x in case.items()}
+        actual = {name: copied(x) for name, x in case.items()}
         keys = case["k"].shape[0]
         held = torch.full((wanted.shape[0], keys + 5), float("nan"))
-        mine["scores"] = held[:, :keys].copy_(case["scores"])
+        actual["scores"] = held[:, :keys].copy_(case["scores"])
         alone = case | {"scores": None, "decay": 1.0}
         if case["lengths"] == case["key_lengths"]:
-            alone["key_lengths"] = mine["key_lengths"] = None
-        for arguments in (mine, alone):
+            alone["key_lengths"] = actual["key_lengths"] = None
+        for arguments in (actual, alone):
             out = function(**arguments)
             assert out.dtype == case["q"].dtype
             torch.testing.assert_close(out.double(), expected, rtol=0, atol=BOUND[case["q"].dtype])
-        torch.testing.assert_close(mine["scores"].double(), wanted, rtol=2e-5, atol=1e-7)
+        torch.testing.assert_close(actual["scores"].double(), wanted, rtol=2e-5, atol=1e-7)
         assert held[:, keys:].isnan().all()
         for name in "qkv":
-            assert same(mine[name], case[name])
+            assert same(actual[name], case[name])
 
 
 def library_prefill(q, k, v, lengths, *, key_lengths, scores, decay, variant=DEFAULT_VARIANT,
@@ -391,14 +391,14 @@ def check_select(functions, case):
                 state.ranks[s, head] = 0
                 state.ranks[s, head, :n] = torch.arange(n)
     for function in functions:
-        mine = {name: copied(x) for name, x in case.items()}
-        function(**mine)
-        assert same(mine["state"].positions, state.positions)
-        assert same(mine["state"].scores, state.scores)
-        assert state.ranks is None or same(mine["state"].ranks, state.ranks)
-        assert same(mine["slots"], wanted["slots"])
+        actual = {name: copied(x) for name, x in case.items()}
+        function(**actual)
+        assert same(actual["state"].positions, state.positions)
+        assert same(actual["state"].scores, state.scores)
+        assert state.ranks is None or same(actual["state"].ranks, state.ranks)
+        assert same(actual["slots"], wanted["slots"])
         for name in ("k", "v", "scores"):
-            assert case[name] is None or same(mine[name], case[name])
+            assert case[name] is None or same(actual[name], case[name])
 
 
 # decode_attention
@@ -476,26 +476,26 @@ def decode64(*, q, k, v, slots, metadata, layout, state, variant=DEFAULT_VARIANT
     out, received = q.double(), torch.zeros(sequences, kv_heads, n + 1).double()
     for s, cached in enumerate(metadata[0].tolist()):
         for head in range(q.shape[1]):
-            mine = head // group
-            query, new = q[s, head].double(), k[s, mine].double()
-            keys, values = slots[:, s, mine, :cached].double()
+            kv_head = head // group
+            query, new = q[s, head].double(), k[s, kv_head].double()
+            keys, values = slots[:, s, kv_head, :cached].double()
             if state is not None and state.ranks is not None:
                 if state.smoothing is not None:
                     keys = state.smoothing.restored(
-                        slots[0, s, :, :cached])[mine].double()
-                keys = rotated(keys, state.ranks[s, mine, :cached], state.rope)
+                        slots[0, s, :, :cached])[kv_head].double()
+                keys = rotated(keys, state.ranks[s, kv_head, :cached], state.rope)
                 query, new = (rotated(x, cached, state.rope) for x in (query, new))
             hidden = torch.zeros(cached + 1, dtype=torch.bool)
             if state is not None and state.eviction.window:
                 place = int(metadata[1, s]) - 1
-                hidden[:-1] = state.positions[s, mine, :cached] <= place - state.eviction.window
+                hidden[:-1] = state.positions[s, kv_head, :cached] <= place - state.eviction.window
             offset = 0 if offsets is None else offsets[s, head].double()
             probabilities = weights64(torch.cat([keys, new[None]]) @ query + offset, hidden,
                                       dim=q.shape[-1], variant=variant,
                                       sink=None if sinks is None else sinks[head])
-            out[s, head] = probabilities @ torch.cat([values, v[s, mine].double()[None]])
-            received[s, mine, :cached] += probabilities[:-1]
-            received[s, mine, n] += probabilities[-1]
+            out[s, head] = probabilities @ torch.cat([values, v[s, kv_head].double()[None]])
+            received[s, kv_head, :cached] += probabilities[:-1]
+            received[s, kv_head, n] += probabilities[-1]
     return out, received
 
 
@@ -512,10 +512,10 @@ def check_victims(taken, score, state, metadata):
             continue
         slack = 2e-5 if score.dtype == torch.float64 else 0
         window = state.eviction.window
-        gone = [p <= tokens[s] - window if window else False
-                for p in state.positions[s, head].tolist()]
+        outside = [p <= tokens[s] - window if window else False
+                   for p in state.positions[s, head].tolist()]
         scores = score[s, head].tolist()
-        may = {t: (-1.0 if gone[t] else scores[t], p)
+        may = {t: (-1.0 if outside[t] else scores[t], p)
                for t, p in enumerate(state.positions[s, head, : cached[s]].tolist())
                if state.eviction.sinks <= p < tokens[s] - recent[s]}
         lowest = min(may.values())
@@ -532,8 +532,8 @@ def check_decode(functions, case, *, ties=False, bound=2e-5):
     expected, received = decode64(**case)
     rounding = torch.finfo(case["q"].dtype).eps / 2
     for function in functions:
-        mine = {name: copied(x) for name, x in case.items()}
-        out, taken = function(**mine)
+        actual = {name: copied(x) for name, x in case.items()}
+        out, taken = function(**actual)
         assert out.dtype == case["q"].dtype
         torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=bound)
         assert taken.shape == case["k"].shape[:2] and taken.dtype == torch.int64
@@ -546,16 +546,16 @@ def check_decode(functions, case, *, ties=False, bound=2e-5):
             new = new if records is None else reference.quantize_groups(new, records)
             held.scatter_(2, place[..., None].expand(-1, -1, 1, held.shape[-1]), new[:, :, None])
         if smoothing is None:
-            assert same(mine["slots"], slots)
+            assert same(actual["slots"], slots)
         else:  # sums in another order may be rounded to another code
             got, wanted = (reference.unpack_slots(
                 x.gather(3, place[None, ..., None].expand(len(x), -1, -1, 1, x.shape[-1])), layout)
-                for x in (mine["slots"], slots))
+                for x in (actual["slots"], slots))
             step = (wanted.amax() - wanted.amin()) / layout.keys.levels
             assert ((got - wanted).abs() <= 1.01 * step).all()
         for name in "qkv":
-            assert same(mine[name], case[name])
-        assert same(mine["metadata"], metadata)
+            assert same(actual[name], case[name])
+        assert same(actual["metadata"], metadata)
         if state is None:
             assert same(taken, cached[:, None].expand_as(taken).contiguous())
             continue
@@ -564,7 +564,7 @@ def check_decode(functions, case, *, ties=False, bound=2e-5):
         if state.eviction.mean:
             score = score / (tokens[:, None, None] - state.positions).clamp(min=1)
         check_victims(taken, score, state, metadata)
-        after = mine["state"]
+        after = actual["state"]
         torch.testing.assert_close(after.scores.double(),
                                    scores.scatter(2, place, received[..., -1:]), rtol=2e-5,
                                    atol=1e-7)

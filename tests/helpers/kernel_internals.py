@@ -61,8 +61,8 @@ def before_arrays(monkeypatch, look) -> None:
     make = native.integers
 
     def watched(values):
-        made = make(values)
-        look(made)
-        return made
+        result = make(values)
+        look(result)
+        return result
 
     monkeypatch.setattr(native, "integers", watched)

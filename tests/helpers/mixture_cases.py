@@ -15,14 +15,14 @@ HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_he
 """Sizes of recurrent layers, in a model of five layers."""
 
 
-def config_of(sizes: dict[str, Any], name: str, *more: dict[str, Any], **options: Any
+def config_of(sizes: dict[str, Any], name: str, *overrides: dict[str, Any], **options: Any
               ) -> Callable[..., Any]:
     """Return a function that makes the transformers config of a model type with these options."""
     def make(**changes: Any) -> Any:
         import transformers
 
         merged: dict[str, Any] = {}
-        for part in (sizes, *more, options, changes):
+        for part in (sizes, *overrides, options, changes):
             merged |= copy.deepcopy(part)  # transformers changes the dicts that it is given
         return getattr(transformers, f"{name}Config")(**merged)
 

@@ -140,7 +140,7 @@ def mxfp4(weight: Tensor) -> Parts:
     """The last axis in blocks of 32; any axes before. Parts are named ``_blocks``, ``_scales``."""
     blocks = weight.reshape(*weight.shape[:-1], -1, 32)
     exponents = torch.floor(torch.log2(blocks.abs().amax(-1))).int() - 2
-    table = torch.tensor(E2M1 + [-each for each in E2M1])
+    table = torch.tensor(E2M1 + [-value for value in E2M1])
     scaled = blocks / torch.exp2(exponents.float())[..., None]
     codes = (scaled[..., None] - table).abs().argmin(-1)
     values = (table[codes] * torch.exp2(exponents.float())[..., None]).reshape(weight.shape)

@@ -17,10 +17,10 @@ from flexgen_h2o.requests.tokenizing import RequestTokenizer
 DEADLINE = 60.0  # seconds until a test gives up
 
 
-def flags(model: str, data: Path | str, *more: str) -> list[str]:
+def flags(model: str, data: Path | str, *extra: str) -> list[str]:
     """Return the flags of a server on a free port."""
     return ["--model", model, "--data-dir", str(data), "--port", "0", "--dtype", "float32",
-            "--device", "cpu", "--max-model-len", "128", "--served-model-name", "tiny", *more]
+            "--device", "cpu", "--max-model-len", "128", "--served-model-name", "tiny", *extra]
 
 
 class Served:

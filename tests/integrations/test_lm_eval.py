@@ -111,7 +111,7 @@ def responses_of(report: dict) -> list[float]:
 
 
 def requests(kind: str, *arguments: tuple) -> list[Instance]:
-    return [Instance(request_type=kind, doc={}, arguments=some, idx=0) for some in arguments]
+    return [Instance(request_type=kind, doc={}, arguments=values, idx=0) for values in arguments]
 
 
 @pytest.fixture
@@ -267,8 +267,8 @@ def test_scores_do_not_depend_on_batches_or_order(folder, opened):
     pairs = [(words(*text), " " + words(*choice))
              for text, choices in zip(TEXTS, CHOICES, strict=True) for choice in choices]
     scores = [opened(folder, **H2O, batch_size=size).loglikelihood(
-        requests("loglikelihood", *some))
-        for size, some in ((1, pairs), (5, pairs[::-1]), ("auto", pairs))]
+        requests("loglikelihood", *ordered))
+        for size, ordered in ((1, pairs), (5, pairs[::-1]), ("auto", pairs))]
     scores[1].reverse()
     for other in scores[1:]:
         assert [value for value, _ in other] == pytest.approx([v for v, _ in scores[0]], abs=1e-4)
@@ -321,11 +321,11 @@ def test_rolling_windows_cover_a_long_text(tiny_model, folder, opened):
 
 
 def test_rolling_needs_a_budget_in_tokens(folder, opened):
-    asked = requests("loglikelihood_rolling", (words(*TEXTS[0]),))
+    instances = requests("loglikelihood_rolling", (words(*TEXTS[0]),))
     with pytest.raises(UserError, match="give num_window_length"):
-        opened(folder, **H2O).loglikelihood_rolling(asked)
-    scores = [opened(folder, num_window_length=8, **more).loglikelihood_rolling(asked)[0]
-             for more in ({}, {"simulate": True})]
+        opened(folder, **H2O).loglikelihood_rolling(instances)
+    scores = [opened(folder, num_window_length=8, **options).loglikelihood_rolling(instances)[0]
+             for options in ({}, {"simulate": True})]
     assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
@@ -334,10 +334,10 @@ def test_generation_options_of_a_request(folder, opened):
     text = words(*TEXTS[1])
     (out,) = lm.llm.generate([text], max_new_tokens=6)
     third = out.text.split()[2]
-    asked = [(text, {"max_gen_toks": 6}), (text, {"until": third, "max_gen_toks": 6}),
-             (text, {"until": [third, ""], "max_new_tokens": 6, "temperature": 0}),
-             (text, {"do_sample": True, "temperature": 2.0, "max_gen_toks": 6})]
-    texts = lm.generate_until(requests("generate_until", *asked))
+    arguments = [(text, {"max_gen_toks": 6}), (text, {"until": third, "max_gen_toks": 6}),
+                 (text, {"until": [third, ""], "max_new_tokens": 6, "temperature": 0}),
+                 (text, {"do_sample": True, "temperature": 2.0, "max_gen_toks": 6})]
+    texts = lm.generate_until(requests("generate_until", *arguments))
     cut = out.text.split(third)[0]
     assert texts[:3] == [out.text, cut, cut] and texts[3] != out.text
     with pytest.raises(UserError, match="no option 'beams'"):
@@ -392,15 +392,15 @@ def test_automatic_batch_size(folder, opened):
 
 def test_fit_batch_halves_until_the_plan_fits(folder):
     with LLM(folder, dtype="float32", progress=False) as llm:
-        asked = []
+        sizes = []
 
         def poor(workload, limits):
-            asked.append(workload.gpu_batch_size)
-            return limits.capped(cpu=0, gpu=None) if asked[-1] > 4 else limits
+            sizes.append(workload.gpu_batch_size)
+            return limits.capped(cpu=0, gpu=None) if sizes[-1] > 4 else limits
 
         plan_with(llm, poor)
         assert llm.fit_batch(prompt_len=10, gen_len=2, max_batch_size=12) == 4
-        assert asked == [12, 8, 4]
+        assert sizes == [12, 8, 4]
         assert llm.fit_batch(prompt_len=10, gen_len=2, max_batch_size=5) == 4
         assert llm.policy.gpu_batch_size == 4
         llm.generate([[5, 6]], max_new_tokens=1)

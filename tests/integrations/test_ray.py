@@ -58,8 +58,8 @@ def command_line(process: psutil.Process) -> str:
         return ""
 
 
-def flags(model: str, folder: Path, output: str, *more: str) -> list[str]:
-    return job_flags(folder, model, output, "--memory-limit", "192MiB", *more)
+def flags(model: str, folder: Path, output: str, *extra: str) -> list[str]:
+    return job_flags(folder, model, output, "--memory-limit", "192MiB", *extra)
 
 
 def replicas() -> list[psutil.Process]:
@@ -194,8 +194,8 @@ def test_generator_takes_all_kinds_of_columns(words_model):
     assert again["generated_tokens"][0].tolist() == columns["generated_tokens"][5].tolist()
     strict = BatchGenerator({"model": words_model, "progress": False, **ENGINE})
     refused(lambda: strict({"prompt": ["w7", None]}), "needs a prompt")
-    gone = BatchGenerator({"model": str(Path(words_model) / "none"), "progress": False})
-    refused(lambda: gone({"prompt": ["w7"]}), "none")
+    missing = BatchGenerator({"model": str(Path(words_model) / "none"), "progress": False})
+    refused(lambda: missing({"prompt": ["w7"]}), "none")
 
 
 @pytest.mark.parametrize(("given", "words"), [
@@ -215,16 +215,16 @@ def test_wrong_processor_configurations_raise(given, words):
 
 def test_replicas_share_the_cpus_of_a_host():
     host = {"CPU": 16.0, "memory": 40e9, "GPU": 2.0}
-    asked = ReplicaResources(10_000_000_000)
-    assert [asked.fitted([host] * 3, n).num_cpus for n in (1, 3, 4, 6, 7, 12)] == [
+    replica = ReplicaResources(10_000_000_000)
+    assert [replica.fitted([host] * 3, n).num_cpus for n in (1, 3, 4, 6, 7, 12)] == [
         16, 16, 8, 8, 5, 4]
-    refused(lambda: asked.fitted([host] * 3, 13), "place 12 replicas of 1 CPU, 10.0 GB of host")
+    refused(lambda: replica.fitted([host] * 3, 13), "place 12 replicas of 1 CPU, 10.0 GB of host")
     on_gpus = ReplicaResources(10_000_000_000, num_gpus=1, accelerator_type="T4")
     assert on_gpus.fitted([host, {"CPU": 64.0, "memory": 99e9}], 2).num_cpus == 8
     refused(lambda: on_gpus.fitted([host], 3), "1 GPU each")
     assert on_gpus.arguments() == {"memory": 10_000_000_000, "num_cpus": 1, "num_gpus": 1,
                                    "accelerator_type": "T4"}
-    refused(lambda: asked.fitted([], 1), "place 0 replicas")
+    refused(lambda: replica.fitted([], 1), "place 0 replicas")
 
 
 @pytest.mark.full

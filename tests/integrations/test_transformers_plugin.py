@@ -43,8 +43,8 @@ def batch_of(prompts, side="left"):
     most = max(map(len, prompts))
     ids, mask = (torch.zeros(len(prompts), most, dtype=torch.long) for _ in range(2))
     for row, prompt in enumerate(prompts):
-        here = slice(most - len(prompt), most) if side == "left" else slice(0, len(prompt))
-        ids[row, here], mask[row, here] = torch.tensor(prompt), 1
+        columns = slice(most - len(prompt), most) if side == "left" else slice(0, len(prompt))
+        ids[row, columns], mask[row, columns] = torch.tensor(prompt), 1
     return {"input_ids": ids, "attention_mask": mask}
 
 

@@ -169,8 +169,8 @@ def test_layers_equal_the_reference(monkeypatch, rows):
 @pytest.mark.usefixtures("isa_choice")
 def test_linear_kernel_of_dtypes_and_strides(monkeypatch):
     x, weight, *_ = linear_case(16, 31, 8)
-    own = cpu_library.instruction_set() != "portable"
-    assert ops.linear_kernel(x, weight) is (native.linear_skinny if own else None)
+    vectorized = cpu_library.instruction_set() != "portable"
+    assert ops.linear_kernel(x, weight) is (native.linear_skinny if vectorized else None)
     for bad in ((x.float(), weight.float()), (x.half(), weight), (x.T, weight), (x, weight.T),
                 (x.to("meta"), weight.to("meta"))):
         assert ops.linear_kernel(*bad) is None

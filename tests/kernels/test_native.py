@@ -331,14 +331,14 @@ def test_results_do_not_depend_on_other_calls(isa):
 
 
 @contextmanager
-def address_space(more: int):
+def address_space(extra: int):
     """No more than `more` bytes beyond what the process has mapped."""
     status = Path("/proc/self/statm")
     if not status.exists():
         pytest.skip("reads Linux's /proc")
     before = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(status.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + more, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + extra, before[1]))
     try:
         yield
     finally:

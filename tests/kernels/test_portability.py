@@ -53,8 +53,8 @@ def needs(*programs: str):
                               "g++, binutils, g++-aarch64-linux-gnu, qemu-user)")
 
 
-def run(*command: object, **more) -> str:
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, **more)
+def run(*command: object, **extra) -> str:
+    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, **extra)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -62,7 +62,7 @@ def run(*command: object, **more) -> str:
 @pytest.mark.parametrize("way", [
     "build_editable", pytest.param("build_wheel", marks=pytest.mark.full)])
 def test_install_without_a_compiler_has_no_kernels(way, tmp_path):
-    gone, copy = str(tmp_path / "no-compiler"), tmp_path / "copy"
+    cxx, copy = str(tmp_path / "no-compiler"), tmp_path / "copy"
     copy.mkdir()
     shutil.copytree(ROOT / "flexgen_h2o", copy / "flexgen_h2o",
                     ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -70,7 +70,7 @@ def test_install_without_a_compiler_has_no_kernels(way, tmp_path):
         shutil.copy(ROOT / name, copy)
     done = subprocess.run(
         [sys.executable, "-c", f"from setuptools import build_meta as b; b.{way}('dist')"],
-        cwd=copy, capture_output=True, text=True, env=os.environ | {"CC": gone, "CXX": gone})
+        cwd=copy, capture_output=True, text=True, env=os.environ | {"CC": cxx, "CXX": cxx})
     assert done.returncode == 0, done.stderr
     assert "the CPU kernels were not built, plain PyTorch will be used: " in (
         done.stdout + done.stderr)

@@ -56,28 +56,28 @@ CASES = [{}, {"group": 1, "dim": 128, "tokens": 300}, {"group": 3, "bits": 2},
          *({"stored": stored, "tokens": 130} for stored in (*FORMS[1:], *MIXED))]
 
 
-def key_records(some):
+def key_records(args):
     """The layout of a cached key's record."""
-    return None if some["records"] is None else some["records"].keys
+    return None if args["records"] is None else args["records"].keys
 
 
-def weights_of(some):
+def weights_of(args):
     """What each cached token weighs by the index, as the reference has it."""
-    kv_heads, (cached, _) = some["k"].shape[1], some["metadata"].long()
-    keys = reference_recall.indexed_keys(some["index"], some["layout"])
+    kv_heads, (cached, _) = args["k"].shape[1], args["metadata"].long()
+    keys = reference_recall.indexed_keys(args["index"], args["layout"])
     filled = (torch.arange(keys.shape[2]) < cached[:, None])[:, None]
-    sinks, offsets = some["options"]["sinks"], some["options"]["offsets"]
+    sinks, offsets = args["options"]["sinks"], args["options"]["offsets"]
     return index_weights(
-        some["q"].unflatten(1, (kv_heads, -1)), some["k"], keys.where(filled[..., None], 0),
-        layout=some["layout"], hidden=~filled[:, :, None], variant=some["options"]["variant"],
+        args["q"].unflatten(1, (kv_heads, -1)), args["k"], keys.where(filled[..., None], 0),
+        layout=args["layout"], hidden=~filled[:, :, None], variant=args["options"]["variant"],
         sinks=None if sinks is None else sinks.view(kv_heads, -1, 1),
         offsets=None if offsets is None else offsets.view(len(offsets), kv_heads, -1, 1))
 
 
-def check_choice(some, selected):
+def check_choice(args, selected):
     """Tokens are ascending, and none weighs less than one that was left out."""
-    cached, counts = some["metadata"].long()
-    weights = weights_of(some)
+    cached, counts = args["metadata"].long()
+    weights = weights_of(args)
     mask = select_tokens(weights, counts, cached=cached)
     for sequence, count in enumerate(counts.tolist()):
         assert (selected[sequence, :, count:] == -1).all()
@@ -90,37 +90,37 @@ def check_choice(some, selected):
 
 def check_kernels(module, options):
     """Check the three operations of a module against the reference."""
-    some = case(**options)
-    expected = some["index"].clone()
-    reference_recall.index_keys(some["keys"], expected, some["spans"], layout=some["layout"],
-                                key_layout=key_records(some))
-    first, rest = some["spans"].clone(), some["spans"].clone()  # as in a generation
+    args = case(**options)
+    expected = args["index"].clone()
+    reference_recall.index_keys(args["keys"], expected, args["spans"], layout=args["layout"],
+                                key_layout=key_records(args))
+    first, rest = args["spans"].clone(), args["spans"].clone()  # as in a generation
     first[2] //= 2
     rest[:2] = first[2]
     rest[2] -= first[2]
     for spans in (first, rest):
-        module.index_keys(some["keys"], some["index"], spans, layout=some["layout"],
-                          key_layout=key_records(some))
-    assert same(some["index"], expected)
+        module.index_keys(args["keys"], args["index"], spans, layout=args["layout"],
+                          key_layout=key_records(args))
+    assert same(args["index"], expected)
     selected = module.select_keys(
-        some["q"], some["k"], index=some["index"], top_k=int(some["metadata"][1].max()) + 2,
-        metadata=some["metadata"], layout=some["layout"], **some["options"])
-    check_choice(some, selected)
-    check_attention(module, some, selected)
+        args["q"], args["k"], index=args["index"], top_k=int(args["metadata"][1].max()) + 2,
+        metadata=args["metadata"], layout=args["layout"], **args["options"])
+    check_choice(args, selected)
+    check_attention(module, args, selected)
 
 
-def check_attention(module, some, selected):
+def check_attention(module, args, selected):
     """Check attention to selected tokens, and that nothing but new tokens is written."""
     outs = []
     for attend in (module.recall_attention, reference_recall.recall_attention):
-        slots = some["slots"].clone()
-        out, taken = attend(some["q"], some["k"], some["v"], slots=slots, selected=selected,
-                            metadata=some["metadata"], layout=some["records"], **some["options"])
+        slots = args["slots"].clone()
+        out, taken = attend(args["q"], args["k"], args["v"], slots=slots, selected=selected,
+                            metadata=args["metadata"], layout=args["records"], **args["options"])
         outs.append((out, taken, slots))
-    (out, *others), (wanted, *more) = outs
+    (out, *others), (wanted, *rest) = outs
     bound = 2e-5 if out.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out, wanted, rtol=bound, atol=bound)
-    assert all(map(same, others, more))
+    assert all(map(same, others, rest))
 
 
 @pytest.mark.source("choose")
@@ -129,57 +129,57 @@ def test_kernels_equal_the_reference(isa):
         check_kernels(ops, options)
 
 
-def recall(some, *, capture=None):
+def recall(args, *, capture=None):
     """Run the three operations eagerly or captured. Return their results."""
     noted = {} if capture is None else {"capture": capture}
-    variant = VariantArguments.from_variant(*some["options"].values())
-    shared = {"metadata": some["metadata"], "variant": variant}
-    native_recall.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"],
-                             key_layout=key_records(some), **noted)
-    selected = native_recall.select_keys(some["q"], some["k"], index=some["index"],
-                                         layout=some["layout"], top_k=99, **shared, **noted)
+    variant = VariantArguments.from_variant(*args["options"].values())
+    shared = {"metadata": args["metadata"], "variant": variant}
+    native_recall.index_keys(args["keys"], args["index"], args["spans"], layout=args["layout"],
+                             key_layout=key_records(args), **noted)
+    selected = native_recall.select_keys(args["q"], args["k"], index=args["index"],
+                                         layout=args["layout"], top_k=99, **shared, **noted)
     return selected, *native_recall.recall_attention(
-        some["q"], some["k"], some["v"], slots=some["slots"], selected=selected,
-        layout=some["records"], **shared, **noted)
+        args["q"], args["k"], args["v"], slots=args["slots"], selected=selected,
+        layout=args["records"], **shared, **noted)
 
 
 @pytest.mark.source("choose")
 def test_replay_equals_eager_recall_with_new_metadata(isa):
     for options in CASES:
-        some, other = case(**options), case(**options)
+        args, other = case(**options), case(**options)
         with using(isa):
             program = CapturedCalls()
-            results = recall(some, capture=program)
-            for attended in (some["metadata"][1].clone(), some["metadata"][1] * 0 + 1):
-                for arguments in (some, other):
+            results = recall(args, capture=program)
+            for attended in (args["metadata"][1].clone(), args["metadata"][1] * 0 + 1):
+                for arguments in (args, other):
                     arguments["metadata"][1] = attended
                 for poisoned in results:
                     poisoned.fill_(-9)
                 program.replay()
                 assert all(map(same, results, recall(other)))
-                assert same(some["slots"], other["slots"]) and same(some["index"], other["index"])
+                assert same(args["slots"], other["slots"]) and same(args["index"], other["index"])
 
 
 @pytest.mark.source("choose")
 def test_running_means_of_log_weights(isa):
     """Those of tokens that are not cached stay as they are, and the first weight is the mean."""
     for options in CASES:
-        some = case(**options)
-        reference_recall.index_keys(some["keys"], some["index"], some["spans"],
-                                    layout=some["layout"], key_layout=key_records(some))
-        weights = weights_of(some)[..., : int(some["metadata"][0].max())]
+        args = case(**options)
+        reference_recall.index_keys(args["keys"], args["index"], args["spans"],
+                                    layout=args["layout"], key_layout=key_records(args))
+        weights = weights_of(args)[..., : int(args["metadata"][0].max())]
         before = torch.randint(2**30, weights.shape, dtype=torch.int32)
         before[..., ::3] = 0
         logs = (weights.log2() + 127) * 2**23
         expected = before + (logs - before) / 8
         expected[..., ::3] = logs[..., ::3]
-        cached = torch.arange(before.shape[-1]) < some["metadata"][0][:, None, None]
+        cached = torch.arange(before.shape[-1]) < args["metadata"][0][:, None, None]
         for select_keys in (ops.select_keys, reference_recall.select_keys):
             log_weights = before.clone()
             with using(isa):
-                select_keys(some["q"], some["k"], index=some["index"], top_k=99,
-                            layout=some["layout"], metadata=some["metadata"],
-                            log_weights=log_weights, **some["options"])
+                select_keys(args["q"], args["k"], index=args["index"], top_k=99,
+                            layout=args["layout"], metadata=args["metadata"],
+                            log_weights=log_weights, **args["options"])
             apart = (log_weights - expected)[cached.expand_as(expected)].abs() / 2**23
             assert apart.max() < 0.09  # of a logarithm to base 2
             assert same(log_weights.where(~cached, 0), before.where(~cached, 0))
@@ -229,45 +229,45 @@ def test_largest_integer_sums_do_not_overflow(isa, dim, bits):
 
 
 def test_results_do_not_depend_on_threads():
-    some = case(tokens=200)
+    args = case(tokens=200)
     results = []
     for count in (1, 2):
         with threads(count):
-            ops.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"])
-            selected = ops.select_keys(some["q"], some["k"], index=some["index"], top_k=60,
-                                       metadata=some["metadata"], layout=some["layout"])
+            ops.index_keys(args["keys"], args["index"], args["spans"], layout=args["layout"])
+            selected = ops.select_keys(args["q"], args["k"], index=args["index"], top_k=60,
+                                       metadata=args["metadata"], layout=args["layout"])
             results.append((selected, ops.recall_attention(
-                some["q"], some["k"], some["v"], slots=some["slots"].clone(), selected=selected,
-                metadata=some["metadata"])[0]))
+                args["q"], args["k"], args["v"], slots=args["slots"].clone(), selected=selected,
+                metadata=args["metadata"])[0]))
     assert all(map(same, *results))
 
 
 def test_invalid_arguments_raise_and_write_nothing():
-    some = case()
-    index, layout = some["index"].clone(), some["layout"]
-    late = some["spans"].clone()
+    args = case()
+    index, layout = args["index"].clone(), args["layout"]
+    late = args["spans"].clone()
     late[1] += 40
     with pytest.raises(ValueError, match="index_keys: an index is out of range"):
-        ops.index_keys(some["keys"], some["index"], late, layout=layout)
-    assert same(some["index"], index)
-    records = reference.quantize_groups(some["keys"], GroupLayout(64, 4))
+        ops.index_keys(args["keys"], args["index"], late, layout=layout)
+    assert same(args["index"], index)
+    records = reference.quantize_groups(args["keys"], GroupLayout(64, 4))
     with pytest.raises(ValueError, match="index_keys: keys must be"):
-        native_recall.index_keys(records[..., 1:], index, some["spans"], layout=layout,
+        native_recall.index_keys(records[..., 1:], index, args["spans"], layout=layout,
                                  key_layout=GroupLayout(64, 4))
-    assert same(some["index"], index)
-    many = some["metadata"].clone()
+    assert same(args["index"], index)
+    many = args["metadata"].clone()
     many[1] = many[0] + 1
     with pytest.raises(ValueError, match="select_keys: an index"):
-        ops.select_keys(some["q"], some["k"], index=index, metadata=many, layout=layout, top_k=99)
+        ops.select_keys(args["q"], args["k"], index=index, metadata=many, layout=layout, top_k=99)
     few = torch.zeros(3, 2, 76, dtype=torch.int32)
     with pytest.raises(ValueError, match="select_keys: an index"):
-        ops.select_keys(some["q"], some["k"], index=index, metadata=some["metadata"],
+        ops.select_keys(args["q"], args["k"], index=index, metadata=args["metadata"],
                         layout=layout, top_k=99, log_weights=few)
     assert not few.any()
     selected = torch.full((3, 2, 30), 500, dtype=torch.int32)
     with pytest.raises(ValueError, match="recall_attention: an index"):
-        ops.recall_attention(some["q"], some["k"], some["v"], slots=some["slots"],
-                             selected=selected, metadata=some["metadata"])
+        ops.recall_attention(args["q"], args["k"], args["v"], slots=args["slots"],
+                             selected=selected, metadata=args["metadata"])
     with pytest.raises(ValueError, match="index must be"):
-        native_recall.select_keys(some["q"], some["k"], index=index[:1], layout=layout, top_k=9,
-                                  metadata=some["metadata"])
+        native_recall.select_keys(args["q"], args["k"], index=index[:1], layout=layout, top_k=9,
+                                  metadata=args["metadata"])

@@ -82,11 +82,11 @@ def check_linear(rows, shape, form, *, bias=False, add=False, dtype=torch.float3
     whole, out = strided(rows, layout.outputs, dtype=dtype)
     if not add:
         out.fill_(NAN)
-    some = torch.randn(layout.outputs).to(dtype) if bias else None
+    vector = torch.randn(layout.outputs).to(dtype) if bias else None
     wanted = torch.full(out.shape, NAN) if not add else out.float()
-    reference_matrix.linear_quantized(x, held, some, wanted, add=add)
+    reference_matrix.linear_quantized(x, held, vector, wanted, add=add)
     size = (x.float().abs() @ values.abs().T).max() + wanted.abs().max()
-    triton_matrix.linear_quantized(x, held, some, out, add)
+    triton_matrix.linear_quantized(x, held, vector, out, add)
     assert ((out.double() - wanted.double()).abs().max() / size).item() < BOUND[dtype]
     inside = torch.zeros_like(whole, dtype=torch.bool)
     inside[1:-1, 3 : 3 + layout.outputs] = True

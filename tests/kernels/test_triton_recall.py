@@ -69,13 +69,13 @@ def test_kernels_equal_the_reference(options):
 
 
 def test_running_means_of_log_weights():
-    some = case(sequences=2, kv_heads=1, tokens=40)
-    reference_recall.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"])
+    args = case(sequences=2, kv_heads=1, tokens=40)
+    reference_recall.index_keys(args["keys"], args["index"], args["spans"], layout=args["layout"])
     before = torch.randint(2**30, (2, 1, 40), dtype=torch.int32)
     ours, theirs = before.clone(), before.clone()
     for choose, log_weights in ((select_keys, ours), (reference_recall.select_keys, theirs)):
-        choose(some["q"], some["k"], index=some["index"], metadata=some["metadata"], top_k=20,
-               layout=some["layout"], log_weights=log_weights)
+        choose(args["q"], args["k"], index=args["index"], metadata=args["metadata"], top_k=20,
+               layout=args["layout"], log_weights=log_weights)
     assert (ours - theirs).abs().max() < 2**8 and not torch.equal(ours, before)
 
 
@@ -120,14 +120,14 @@ def test_recalled_codes_are_read_in_place(monkeypatch, bits, dim, variant):
     """One head at a time, as without matrix units."""
     monkeypatch.setattr(triton_decode, "_read", None)
     for gpu, group in ((None, 1), (T4, 3)):
-        some = case(group=group, dim=dim, stored=bits, attention=variant, sequences=2, tokens=40)
-        most = int(some["metadata"][1].max())
+        args = case(group=group, dim=dim, stored=bits, attention=variant, sequences=2, tokens=40)
+        most = int(args["metadata"][1].max())
         selected = torch.stack([torch.stack([torch.randperm(cached)[:most] for _ in range(2)])
                                 if cached >= most else torch.full((2, most), -1)
-                                for cached in some["metadata"][0].tolist()]).int()
-        some["metadata"][1] *= selected[:, 0, 0] >= 0
+                                for cached in args["metadata"][0].tolist()]).int()
+        args["metadata"][1] *= selected[:, 0, 0] >= 0
         with assume_gpu(gpu):
-            check_attention(KERNELS, some, selected)
+            check_attention(KERNELS, args, selected)
 
 
 @pytest.mark.parametrize("tokens, slots, most", [

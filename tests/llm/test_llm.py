@@ -65,9 +65,9 @@ def test_outputs_come_block_by_block(tiny_model, tmp_path):
             assert pool.submit(llm.generate, prompts[:1], **options).result() == expected[:1]
         assert llm.stats.num_prompts == 1
         inner = llm.generate_in_blocks([prompts[2], prompts[1]] * 2, **options)
-        for some in blocks:
-            assert not results.keys() & some.keys()
-            results |= some
+        for block in blocks:
+            assert not results.keys() & block.keys()
+            results |= block
             assert llm.stats.num_prompts == len(results)
             assert all(out.token_ids == expected[2 - key % 2].token_ids
                        for key, out in next(inner, {}).items())

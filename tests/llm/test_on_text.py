@@ -131,8 +131,8 @@ def test_stream_prints_the_same_texts(tiny_model, tmp_path, capsys):
     flags = ["--model", folder, "--prompts", str(prompts), "--gen-len", "6", "--no-log",
              "--gpu-batch-size", "2", "--dtype", "float32", "--offload-dir", str(tmp_path)]
     texts = []
-    for more in ([], ["--stream"]):
-        assert generate.main([*flags, *more]) == 0
+    for extra in ([], ["--stream"]):
+        assert generate.main([*flags, *extra]) == 0
         *blocks, _ = capsys.readouterr().out.split(f"\n{LINE}\n")
         texts.append(sorted(blocks))
     assert texts[0] == texts[1] and len(texts[0]) == 3

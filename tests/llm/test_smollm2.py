@@ -103,14 +103,14 @@ def test_each_parameter_gives_the_tokens_of_transformers(llm, generate):
 @pytest.mark.parametrize("bits", ["auto", *full(16)])
 def test_the_same_tokens_with_everything_on_disk(expected, tmp_path, bits):
     """Straight from the bytes of a real checkpoint, and from its codes, in other batches."""
-    disk, some = Placement(0, 0, 100), slice(1, 4)
+    disk, middle = Placement(0, 0, 100), slice(1, 4)
     read = {16: 500e6, "auto": 90e6}[bits]
     policy = Policy(gpu_batch_size=2, num_gpu_batches=2, weights=disk, cache=disk, activations=disk)
     with LLM(NAME, dtype="float32", device="cpu", policy=policy, progress=False,
              weight_bits=bits, offload_dir=str(tmp_path)) as llm:
-        outputs = llm.generate(PROMPTS[some], max_new_tokens=4, eos_token_id=-1)
+        outputs = llm.generate(PROMPTS[middle], max_new_tokens=4, eos_token_id=-1)
         assert llm.stats.links["disk->cpu"][0] > 4 * read  # all weights for each token
-    assert token_ids(outputs) == [tokens[:4] for tokens in expected[some]]
+    assert token_ids(outputs) == [tokens[:4] for tokens in expected[middle]]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -25,14 +25,14 @@ interval = st.tuples(st.integers(0, 45), st.integers(0, 15)).map(lambda p: (p[0]
 intervals = st.lists(interval, max_size=8)
 
 
-def cells(some) -> set[int]:
+def cells(pairs) -> set[int]:
     """The whole seconds that intervals cover."""
-    return {t for start, end in some for t in range(start, end)}
+    return {t for start, end in pairs for t in range(start, end)}
 
 
-def ordered(some) -> bool:
-    return all(a <= b for a, b in some) and all(
-        one[1] < other[0] for one, other in zip(some, some[1:], strict=False))
+def ordered(pairs) -> bool:
+    return all(a <= b for a, b in pairs) and all(
+        one[1] < other[0] for one, other in zip(pairs, pairs[1:], strict=False))
 
 
 @given(intervals, intervals)
@@ -50,16 +50,16 @@ edges = st.lists(st.integers(0, HORIZON), min_size=3, max_size=9, unique=True).m
 
 
 @given(st.lists(span, max_size=25), edges)
-def test_a_breakdown_counts_every_second(some, cuts):
+def test_a_breakdown_counts_every_second(drawn, cuts):
     """Blocks one after the other: prefill up to one edge, decode up to the next, and a gap."""
-    spans = [("a span", track, *times, nbytes) for track, times, nbytes in some]
+    spans = [("a span", track, *times, nbytes) for track, times, nbytes in drawn]
     windows = {"prefill": [], "decode": []}
     for number in range(len(cuts) - 1):
         if number % 3 < 2:
             name = ("prefill", "decode")[number % 3]
             windows[name].append((cuts[number], cuts[number + 1]))
             spans.append((name, PHASES, cuts[number], cuts[number + 1], 0))
-    busy = {track: cells(times for other, times, _ in some if other == track)
+    busy = {track: cells(times for other, times, _ in drawn if other == track)
             for track in (*TRACKS, WAITING)}
     busy[COMPUTE] -= busy.pop(WAITING)
     assert [phase.name for phase in phases(spans)] == ["prefill", "decode"]
@@ -73,7 +73,7 @@ def test_a_breakdown_counts_every_second(some, cuts):
             assert time.alone == len((busy[track] - others) & window)
             assert time.nbytes == pytest.approx(sum(
                 nbytes * len(cells([times]) & window) / (times[1] - times[0])
-                for other, times, nbytes in some if other == track and times[0] < times[1]))
+                for other, times, nbytes in drawn if other == track and times[0] < times[1]))
 
 
 GB = 10**9

@@ -77,10 +77,10 @@ def transformers_means(model, weights, ids):
 
     hooks = []
     for name, module in model.named_modules():
-        own = head if name in ("lm_head", "embed_out") else f"{name}.weight"
+        key = head if name in ("lm_head", "embed_out") else f"{name}.weight"
         if isinstance(module, torch.nn.Linear):
             hooks.append(module.register_forward_pre_hook(
-                lambda module, args, own=own: add(own, args[0])))
+                lambda module, args, key=key: add(key, args[0])))
         elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.Tensor):
             layer = int(name.split(".")[2])
             hooks.append(module.register_forward_pre_hook(

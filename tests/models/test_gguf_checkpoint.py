@@ -90,12 +90,12 @@ def test_gguf_results_equal_the_dequantized_model(fixture, request, tmp_path, ca
     assert stats.weight_bits == AUTO == options.weight_bits and tokens == exact_tokens
     assert (scores - exact).abs().max() < 0.02
     assert not list((cache / "weights").glob("*")), "a second copy was written"
-    for policy, more in (
+    for policy, extra in (
             (Policy(weights=Placement(40, 30, 30), gpu_batch_size=1, num_gpu_batches=2),
              {"weight_cache": None}),
             (Policy(weights=Placement(0, 0, 100), sep_layer=True, overlap=False),
              {"verify": True})):
-        results = run(source, tmp_path, policy=policy, **more)
+        results = run(source, tmp_path, policy=policy, **extra)
         assert results[0] == tokens
         torch.testing.assert_close(results[1], scores, rtol=0, atol=1e-4)
 
@@ -146,8 +146,8 @@ def test_planned_weight_bytes_equal_loaded_bytes(mixed, experts, tmp_path):
         with LLM(str(source), dtype="float32", progress=False) as llm:
             llm.generate(PROMPTS, max_new_tokens=1)
             model, options, loaded = llm.model_config, llm.weight_options, llm.stats.weight_bytes
-        here = header_options(read_header(source), model, AUTO)
-        for layout_options in (options, here):
+        from_header = header_options(read_header(source), model, AUTO)
+        for layout_options in (options, from_header):
             planned = sum(layout_options.matrix_bytes(spec.shape, 4)
                           for spec in model.weights.by_name().values()
                           if len(spec.shape) == 2 and spec.shape not in model.never_quantized)

@@ -298,8 +298,8 @@ BOMBS = {
 @pytest.mark.parametrize("flag", ["--config", *full("--hh-ratio", "--hardware")])
 def test_yaml_bombs(tmp_path, harmless, capfd, name, flag):
     (tmp_path / "bomb.yaml").write_text(BOMBS[name])
-    more = ["--plan-only"] if flag == "--hardware" else []
-    command_refused(generate.main, capfd, [flag, "bomb.yaml", *more])
+    extra = ["--plan-only"] if flag == "--hardware" else []
+    command_refused(generate.main, capfd, [flag, "bomb.yaml", *extra])
     assert not (tmp_path / "ran").exists()
 
 

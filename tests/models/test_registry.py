@@ -189,8 +189,8 @@ def test_biases_that_config_json_does_not_choose(model_type):
     keys = {"attention_out_bias": True, "mlp_bias": True}
     if model_type != "qwen3":
         keys["attention_bias"] = model_type == "mistral"
-    plain, given = (from_transformers({"model_type": model_type, **more}, "x")
-                    for more in ({}, keys))
+    plain, given = (from_transformers({"model_type": model_type, **extra}, "x")
+                    for extra in ({}, keys))
     assert given == plain and given.attention_bias == (model_type == "qwen2")
 
 

@@ -181,8 +181,8 @@ def test_percentages_are_of_quantized_bytes(tiny_model):
     with LLM(str(tiny_model("opt_untied").folder), weight_bits=4, dtype="float32",
              policy=Policy(weights=Placement(50, 50, 0))) as llm:
         store, sizes = weights_of(llm), weight_sizes(llm)
-        here = sum(n for name, n in sizes.items() if store.tiers[name] == "gpu")
-        assert abs(here - sum(sizes.values()) / 2) <= max(sizes.values())
+        on_gpu = sum(n for name, n in sizes.items() if store.tiers[name] == "gpu")
+        assert abs(on_gpu - sum(sizes.values()) / 2) <= max(sizes.values())
         assert sum(n for name, n in sizes.items() if "norm" not in name and "bias" not in name
                    ) == sum(layout.nbytes for layout in llm.weight_options.layouts.values())
 

@@ -151,9 +151,9 @@ def test_prefill_attention_is_causal_and_slower_with_scores(h2o, rate, query):
 @pytest.mark.parametrize(("h2o", "kept"), [(None, 64), (H2OConfig(heavy_ratio=0.25), 32)])
 def test_kept_prompt_tokens_are_written_to_the_cache(h2o, kept):
     compute = replace(FREE, caching={16: 1e9, 8: 2e9, 4: 5e9})
-    for bits, each in ((16, 1), (4, 5)):
+    for bits, factor in ((16, 1), (4, 5)):
         prefill, step = seconds(machine(compute), planned(batch=(3, 2), h2o=h2o, bits=(16, bits)))
-        assert prefill == pytest.approx(6 * 12 * kept * 2 * 768 * each)
+        assert prefill == pytest.approx(6 * 12 * kept * 2 * 768 * factor)
         assert step < 1e-3
     mixed = replace(planned(batch=(3, 2)), cache=CacheOptions(h2o, key_bits=8, value_bits=4))
     assert seconds(machine(compute), mixed)[0] == pytest.approx(6 * 12 * kept * 768 * (2 + 5))
@@ -308,11 +308,11 @@ def test_recall_on_a_cpu_scans_the_index():
 
 def test_a_gpu_waits_only_for_recalled_host_tokens():
     hardware = machine(replace(FREE, layer_seconds=1e3), up=1.0, down=1e30)
-    whole, some = (estimate(hardware, planned(cache=ON_HOST, batch=(4, 2), h2o=h2o)).step
-                   for h2o in (None, RECALL))
+    whole, recalled = (estimate(hardware, planned(cache=ON_HOST, batch=(4, 2), h2o=h2o)).step
+                       for h2o in (None, RECALL))
     chosen = 12 * 8 * 16 * SLOT
-    assert some.resources["cpu->gpu"] == pytest.approx(chosen)
-    assert some.seconds == pytest.approx(chosen + 12 * 2 * 1e3)
+    assert recalled.resources["cpu->gpu"] == pytest.approx(chosen)
+    assert recalled.seconds == pytest.approx(chosen + 12 * 2 * 1e3)
     assert whole.seconds == pytest.approx(whole.resources["cpu->gpu"])
     assert whole.resources["cpu->gpu"] > 4 * chosen
 
@@ -320,12 +320,12 @@ def test_a_gpu_waits_only_for_recalled_host_tokens():
 def test_layers_without_recall_cost_full_reads():
     ratios = [0.125] * 6 + [1.0] * 6
     recall = H2OConfig(heavy_ratio=ratios, recent_ratio=ratios, recall=True)
-    each, none, half = (
+    recalled, none, half = (
         estimate(machine(gpu=False), planned(cache=ON_DISK, gpu=False, h2o=h2o, overlap=False,
                                              selective_fetch=h2o is not None)
                  ).step.resources["disk->cpu"] for h2o in (RECALL, None, recall))
     none *= 68.5 / 72  # it is read in slots
-    assert half == pytest.approx((each + none) / 2)
+    assert half == pytest.approx((recalled + none) / 2)
 
 
 def test_a_full_cache_travels_as_far_as_it_is_filled():
@@ -338,12 +338,12 @@ def test_a_full_cache_travels_as_far_as_it_is_filled():
     assert cost.step.resources["disk->cpu"] == pytest.approx(12 * 4 * 32 * SLOT)
 
 
-@pytest.mark.parametrize(("cache", "away"), [((100, 0), 0), ((90, 10), 0), ((70, 30), 1),
-                                             ((0, 100), 4)])
-def test_a_share_of_the_cache_is_whole_sequences(cache, away):
+@pytest.mark.parametrize(("cache", "offloaded"), [((100, 0), 0), ((90, 10), 0), ((70, 30), 1),
+                                                  ((0, 100), 4)])
+def test_a_share_of_the_cache_is_whole_sequences(cache, offloaded):
     cost = estimate(machine(), planned(cache=cache))
-    assert cost.step.resources["cpu->gpu"] == pytest.approx(12 * away * 72 * SLOT)
-    assert cost.step.resources["gpu->cpu"] == pytest.approx(12 * away * SLOT)
+    assert cost.step.resources["cpu->gpu"] == pytest.approx(12 * offloaded * 72 * SLOT)
+    assert cost.step.resources["gpu->cpu"] == pytest.approx(12 * offloaded * SLOT)
 
 
 # Against the engine. A test model whose layers are many pages, so that rounding to them is little.
@@ -433,7 +433,7 @@ def test_interference_lies_between_overlap_and_taking_turns(share, reading, kept
     compute = replace(FREE, layer_seconds=LAYER / 3)
     run = planned(weights=(kept, 0), cache=ON_DISK, gpu=False, overlap=overlap)
     free = machine(compute, gpu=False)
-    beside, alone, turns = (estimate(hardware, each).seconds for hardware, each in (
+    beside, alone, turns = (estimate(hardware, case).seconds for hardware, case in (
         (replace(free, interference=share, read_interference=reading), run), (free, run),
         (free, replace(run, policy=replace(run.policy, overlap=False)))))
     assert alone * (1 - 1e-9) <= beside <= turns * (1 + 1e-9)

@@ -84,17 +84,17 @@ def test_frequencies_shrink_with_few_texts():
     def counted(texts):
         counts = [0] * 64
         for _ in range(texts):
-            own = rng.sample(range(64), 8)
+            chosen = rng.sample(range(64), 8)
             for _ in range(100):
-                for number in rng.sample(own, 2):
+                for number in rng.sample(chosen, 2):
                     counts[number] += 1
         return ExpertUse(ExpertChoices((tuple(counts),), 2, texts, 100 * texts, 8 * texts))
 
-    alike = ExpertsConfig(64, 2, 0)
+    uniform = ExpertsConfig(64, 2, 0)
     for texts in (1, 4, 200):
         use = counted(texts)
         assert use.touched(use.independent(100)) == pytest.approx(8, rel=0.01)
-        assert use.touched(32) == pytest.approx(alike.touched(32), rel=0.2 if texts < 9 else 0.03)
+        assert use.touched(32) == pytest.approx(uniform.touched(32), rel=0.2 if texts < 9 else 0.03)
         assert use.missed(1, 1, 0.0, 8) < 0.2, "a text goes on with its own"
 
 

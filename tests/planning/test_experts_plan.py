@@ -59,9 +59,9 @@ def test_experts_and_their_slots_in_the_memory_plan():
     assert 0 <= table["expert slots"].gpu - slots * 2 * EXPERT < slots * (32 << 10)
     few = replace(run, policy=replace(run.policy, expert_slots=3))
     assert rows(few)["expert slots"].gpu < 4 * 2 * EXPERT
-    here = planned(weights=(0, 100), model=QWEN, gpu=False)
-    assert rows(here)["expert slots"].cpu == 0, "without a GPU they are used where they are"
-    assert rows(here)["experts"].cpu == 2 * ALL * EXPERT
+    on_cpu = planned(weights=(0, 100), model=QWEN, gpu=False)
+    assert rows(on_cpu)["expert slots"].cpu == 0, "without a GPU they are used where they are"
+    assert rows(on_cpu)["experts"].cpu == 2 * ALL * EXPERT
     fewer = rows(planned(model=QWEN, bits=(4, 16), gpu=False))["experts"].cpu
     assert 0.25 < fewer / (2 * ALL * EXPERT) < 0.33
 
@@ -84,24 +84,24 @@ def test_layers_without_experts_are_planned_by_their_own_sizes():
 def test_experts_computed_on_the_host_are_not_transferred():
     machines = {True: GPU, False: CPU}
     options = {"weights": (100, 0), "experts": Placement(0, 100, 0), "model": QWEN, "batch": (1, 1)}
-    away, there = (planned(gpu=True, **options, cpu_expert_compute=host) for host in (False, True))
-    assert away.expert_slots > 0 == there.expert_slots
-    row = rows(there)["expert slots"]
+    moved, kept = (planned(gpu=True, **options, cpu_expert_compute=host) for host in (False, True))
+    assert moved.expert_slots > 0 == kept.expert_slots
+    row = rows(kept)["expert slots"]
     assert row.gpu == 0 < row.cpu, "room for what comes down and goes up"
-    seconds = [estimate(machines[True], run).step.resources for run in (away, there)]
+    seconds = [estimate(machines[True], run).step.resources for run in (moved, kept)]
     assert seconds[1]["cpu->gpu"] < seconds[0]["cpu->gpu"] / 50
     assert seconds[1]["cpu attention"] > 0 == seconds[0]["cpu attention"]
     assert seconds[1]["compute"] < seconds[0]["compute"]
     host = machines[True].host_attention
     faster = replace(machines[True], host_attention=replace(host, decode_attention={
         bits: 2 * rate for bits, rate in host.decode_attention.items()}))
-    assert estimate(faster, there).step.resources["cpu attention"] < (
+    assert estimate(faster, kept).step.resources["cpu attention"] < (
         seconds[1]["cpu attention"])
     without = [estimate(machines[False], planned(gpu=False, **options, cpu_expert_compute=host))
                for host in (False, True)]
     assert without[0] == without[1], "without a GPU it is all the same"
     with pytest.raises(UserError, match="leave --cpu-expert-compute out"):
-        estimate(replace(machines[True], host_attention=None), there)
+        estimate(replace(machines[True], host_attention=None), kept)
 
 
 def test_experts_are_offloaded_first():
@@ -150,9 +150,9 @@ def test_plans_go_by_how_often_experts_are_chosen():
 
     rare, often = (64 * (1 - (1 - p) ** 4) for p in (cold, hot))
     assert rare < moved(run) < 1.05 * rare, "some slots are for experts that are being loaded"
-    away = replace(run, policy=replace(run.policy, experts=Placement(0, 0, 100)))
-    assert moved(away) == pytest.approx(rare + often, rel=1e-6)
-    slots = [moved(replace(away, policy=replace(away.policy, expert_slots=count)))
+    on_disk = replace(run, policy=replace(run.policy, experts=Placement(0, 0, 100)))
+    assert moved(on_disk) == pytest.approx(rare + often, rel=1e-6)
+    slots = [moved(replace(on_disk, policy=replace(on_disk.policy, expert_slots=count)))
              for count in (ALL // 4, ALL // 2, ALL - 1)]
     assert rare + often > slots[0] > slots[1] > slots[2] > 0
     assert slots[1] < (rare + often) / 2, "slots keep what is chosen most often"
@@ -161,9 +161,9 @@ def test_plans_go_by_how_often_experts_are_chosen():
     resources = estimate(machine(gpu=True, read=1.0, up=1.0), both).step.resources
     assert resources["disk->cpu"] / (48 * 2 * EXPERT) == pytest.approx(rare, rel=1e-6)
     assert resources["cpu->gpu"] / (48 * 2 * EXPERT) == pytest.approx(rare + often, rel=1e-6)
-    alike = replace(run, policy=replace(run.policy, expert_choices=None))
+    uniform = replace(run, policy=replace(run.policy, expert_choices=None))
     kept = (ALL // 2 + 1 - MAX_EXPERT_LOADS) / ALL
-    assert moved(alike) == pytest.approx(run.model.experts.touched(4) * (1 - kept), rel=1e-6)
+    assert moved(uniform) == pytest.approx(run.model.experts.touched(4) * (1 - kept), rel=1e-6)
     assert "--expert-counts" not in policy_flags(run), "they have no file"
     named = replace(choices, source="my counts.json")
     assert policy_flags(replace(run, policy=replace(run.policy, expert_choices=named))).endswith(
@@ -208,12 +208,12 @@ def test_uniform_counts_place_as_no_counts(hardware):
     """And the search knows that experts elsewhere have to come."""
     limits = MemoryLimits(hardware.gpu_bytes, 12 * 10**9, 10**12)
     run = planned(model=QWEN, batch=(4, 2), gpu=hardware.has_gpu, bits=(4, 16))
-    alike = ExpertChoices(((10**6,) * 128,) * 48, 8)
+    equal = ExpertChoices(((10**6,) * 128,) * 48, 8)
     plain, counted = (PlacementSolver(hardware, replace(run, policy=replace(
-        run.policy, expert_choices=choices)), limits) for choices in (None, alike))
+        run.policy, expert_choices=choices)), limits) for choices in (None, equal))
     assert counted.seconds == pytest.approx(plain.seconds, rel=1e-4)
-    assert counted.best().policy == replace(plain.best().policy, expert_choices=alike)
-    steps = unit_costs(hardware, replace(run, policy=replace(run.policy, expert_choices=alike)))[1]
+    assert counted.best().policy == replace(plain.best().policy, expert_choices=equal)
+    steps = unit_costs(hardware, replace(run, policy=replace(run.policy, expert_choices=equal)))[1]
     on_disk = [step.seconds[RESOURCES.index("disk->cpu"), TERMS.index(("weights", "disk"))]
                for step in steps]
     assert max(on_disk) > 0
@@ -290,9 +290,9 @@ def test_a_block_gets_fewer_slots_where_memory_is_short(hardware):
     assert run.sequences == 32 and not MemoryPlan(run).shortfalls(memory)
     usual = QWEN.experts.slots(32, ALL)
     assert MIN_EXPERT_SLOTS <= run.policy.expert_slots < usual
-    more = replace(run, policy=replace(run.policy, experts=Placement(0, 0, 100),
-                                       weights=Placement(0, 0, 100), expert_slots=usual))
-    assert MemoryPlan(more).shortfalls(memory), "the usual slots do not fit"
+    larger = replace(run, policy=replace(run.policy, experts=Placement(0, 0, 100),
+                                         weights=Placement(0, 0, 100), expert_slots=usual))
+    assert MemoryPlan(larger).shortfalls(memory), "the usual slots do not fit"
     given = best(Policy(expert_slots=usual // 8), gpu_batch_size=32, num_gpu_batches=1)
     assert given.policy.expert_slots == usual // 8
 

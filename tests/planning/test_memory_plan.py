@@ -267,12 +267,12 @@ def test_workspace_of_products_with_quantized_weights(monkeypatch, cfg, group, f
     thread = 128 * (1024 + (1024 if group == 64 else 2000))
     widest = 3072 if group == 1000 else filled  # of 16 bits, whose groups count as 64
     less = 256 * (widest + widest // 64) + 3 * 128 * (1024 + 1024)
-    for has_gpu, tier, more in ((False, 1, 4 * (panel + 3 * thread - less)), (True, 0, 64 << 20)):
+    for has_gpu, tier, extra in ((False, 1, 4 * (panel + 3 * thread - less)), (True, 0, 64 << 20)):
         plain, quantized = (
             rows(memory_plan(cfg, make_policy(*ALL_GPU), LOAD, itemsize=2, has_gpu=has_gpu,
                              weights=options))["workspace"][tier]
             for options in (WeightOptions(), WeightOptions(bits=8, group=group)))
-        assert quantized - plain == more
+        assert quantized - plain == extra
 
 
 # What is cached. LLaMA-3-8B has 32 layers of 8 KV heads (32 heads) of 128: a token's key and value
@@ -391,8 +391,8 @@ def test_prompts_in_chunks_are_held_until_they_are_cut(cache):
     assert whole["prompt cache"] == (0, 0, 0)
     assert whole["cache"] == table["cache"]
     staging, logs = 3 * 3 * 512 * 4096, 2 * 2 * 16 * 32 * (4096 + 8 * 8)
-    more = [b - a for a, b in zip(whole["cache buffers"], table["cache buffers"], strict=True)]
-    assert more == [staging, staging + logs, 0]
+    extra = [b - a for a, b in zip(whole["cache buffers"], table["cache buffers"], strict=True)]
+    assert extra == [staging, staging + logs, 0]
 
 
 def test_the_full_cache_gathers_prompts_itself():
@@ -428,13 +428,13 @@ def test_workspace_of_attention(monkeypatch, has_gpu, cache):
 
 def test_workspace_of_a_gpu_has_memory_for_the_autotuner(monkeypatch):
     """Triton writes 256 MB to flush the caches, in the middle of a prefill and of a step."""
-    for has_gpu, more in ((True, 256 << 20), (False, 0)):
+    for has_gpu, extra in ((True, 256 << 20), (False, 0)):
         sizes = []
         for nbytes in (256 << 20, 0):
             monkeypatch.setattr(memory_rows, "TUNING", nbytes)
             plan = memory_plan(LLAMA_8B, make_policy(*ALL_GPU), LOAD, itemsize=2, has_gpu=has_gpu)
             sizes.append(sum(rows(plan)["workspace"]))
-        assert sizes[0] - sizes[1] == more
+        assert sizes[0] - sizes[1] == extra
 
 
 def test_workspace_holds_sequences_that_continue():

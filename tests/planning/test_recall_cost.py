@@ -123,8 +123,8 @@ def test_a_disk_reads_as_much_as_was_measured(path, prompt_len, bound):
 def test_scattered_groups_are_read_as_the_engine_does(groups, length, seed):
     """Groups of one record or of several; gaps of up to 1,000 records are read, too."""
     gap, count = 1000, 4_000_000 if selection.every_case else 1_000_000
-    there = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < groups / gap
-    records = (there.nonzero() + torch.arange(length)).flatten().unique()
+    selected = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < groups / gap
+    records = (selected.nonzero() + torch.arange(length)).flatten().unique()
     runs = [run for _, run in contiguous_runs(records.tolist(), gap=gap - 1, max_pages=2 * count)]
     nbytes, requests = read_shares(groups, (length - 1) / gap)
     assert sum(map(len, runs)) / count == pytest.approx(nbytes, rel=0.1, abs=0.03)

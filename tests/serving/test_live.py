@@ -123,10 +123,10 @@ def test_live_requests_come_before_batches(words_model, tmp_path):
         served.wait(batch.id)
 
 
-def slow(served, **more) -> dict:
+def slow(served, **fields) -> dict:
     """Fields of a request that takes many steps."""
     return {"model": "tiny", "prompt": "w8", "max_tokens": 120, "n": 8,
-            "extra_body": {"ignore_eos": True, **more}}
+            "extra_body": {"ignore_eos": True, **fields}}
 
 
 def test_a_full_queue_refuses_requests(served):

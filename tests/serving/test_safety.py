@@ -44,11 +44,11 @@ def test_a_key_is_needed_where_it_is_set(locked, headers, status):
 
 
 def test_only_named_origins_have_cors(locked, served):
-    asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
-    answer = locked.http.options("/v1/completions", headers=asked)
+    preflight = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    answer = locked.http.options("/v1/completions", headers=preflight)
     assert answer.headers["access-control-allow-origin"] == "https://page.example"
     for server, origin in ((locked, "https://other.example"), (served, "https://page.example")):
-        answer = server.http.options("/v1/completions", headers=asked | {"Origin": origin})
+        answer = server.http.options("/v1/completions", headers=preflight | {"Origin": origin})
         assert "access-control-allow-origin" not in answer.headers
 
 

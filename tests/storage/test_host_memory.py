@@ -20,10 +20,10 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.parametrize("of", ["device", "arena"])
-def test_a_buffer_takes_its_own_size(of):
+@pytest.mark.parametrize("source", ["device", "arena"])
+def test_a_buffer_takes_its_own_size(source):
     device = Device()
-    take = device.host_empty if of == "device" else Arena(device).take
+    take = device.host_empty if source == "device" else Arena(device).take
     before, buffers = resident(), []
     for _ in range(24):
         buffers.append(take(ODD - 100))
