@@ -16,6 +16,7 @@ from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
 from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
+from flexgen_h2o.h2o.policies import policy_named
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
@@ -275,7 +276,8 @@ def check_selection(rows, dtype, dim, bits, length, heavy, recent, mean) -> None
     cases = []
     for module in (reference, ops):
         shape = (len(cuts), kv_heads, slots)
-        state = EvictionState(Eviction(mean, sinks=4), torch.full(shape, float("nan"), device=GPU),
+        eviction = Eviction(policy_named("mean" if mean else "sum"), sinks=4)
+        state = EvictionState(eviction, torch.full(shape, float("nan"), device=GPU),
                               *torch.full((2, *shape), -7, dtype=torch.int32, device=GPU))
         slots_before = torch.full((2, *shape, dim if layout is None else layout.width), 77,
                                   device=GPU, dtype=dtype if layout is None else torch.uint8)

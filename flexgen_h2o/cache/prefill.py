@@ -207,7 +207,7 @@ class PromptAttention:
             state = self._evictions.state(layer, batch, tier)
             if state is not None:
                 state = narrow_state(state, sequences)
-                if state.eviction.window and state.eviction.policy is None:
+                if state.eviction.window and state.eviction.policy.in_kernels:
                     clear_scores_outside_window(scores[:, rows], cuts, state.eviction.window)
                 packed = (x if x is None else x.to(slots.device) for x in (
                     k[rows], v[rows], None if scores is None else scores[:, rows]))

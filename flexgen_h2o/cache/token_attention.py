@@ -260,7 +260,7 @@ class TokenAttention:
     def supports_capture(self) -> bool:
         """True if `capture` can capture attention over new tokens once for a block."""
         one_tier = len(self._tiers) == 1 and self._shape.attn_sparsity == 1
-        in_kernels = self._evictions.eviction.policy is None
+        in_kernels = self._evictions.eviction.policy.in_kernels
         return self._device.type == "cpu" and one_tier and in_kernels
 
     def capture(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
@@ -283,7 +283,7 @@ class TokenAttention:
             self._recall.capture(q, k, v, tier=tier, where=(layer, batch), variant=arguments,
                                  out=out, capture=capture)
             return
-        assert self._evictions.eviction.policy is None, "kernels lack this policy"
+        assert self._evictions.eviction.policy.in_kernels, "kernels lack this policy"
         state = EvictionArguments.from_state(self._evictions.state(layer, batch, tier))
         values, slots, layout = ops.kernel_values(k, v, tier.get(layer, batch), self._shape.layout)
         native.decode_attention(q, k, values, slots=slots, layout=layout,

@@ -114,7 +114,7 @@ def check_batch_invariant(config: ModelConfig, policy: Policy, cache: CacheOptio
         (h2o is not None and h2o.positions == "rolling",
          "with rolling positions, which begin with a batch's first eviction: leave one of them "
          "out"),
-        (h2o is not None and eviction_of(h2o).policy is not None,
+        (h2o is not None and not eviction_of(h2o).policy.in_kernels,
          f"with the score {h2o and h2o.score}: choose sum, mean or decay"),
         (policy.prefill_chunk is not None and any(
             variant.window for variant in config.attention),

@@ -36,8 +36,8 @@ class Eviction:
 
     Attributes
     ----------
-    mean : bool
-        Accumulated attention is divided by the number of queries that could see the key.
+    policy : ScorePolicy
+        Score of a token. The one with the lowest score is evicted.
     decay : float
         Factor on the accumulated scores before each query.
     sinks : int
@@ -45,15 +45,12 @@ class Eviction:
     window : int
         Size of the sliding window, the query's own position included; 0: no window. Tokens that
         the next query does not see are evicted first.
-    policy : ScorePolicy or None
-        A policy that the kernels do not implement; None: accumulated attention or its mean.
     """
 
-    mean: bool = False
+    policy: ScorePolicy = policy_named("sum")
     decay: float = 1.0
     sinks: int = 0
     window: int = 0
-    policy: ScorePolicy | None = None
 
     def num_cached(self, cut: Cut) -> int:
         """Return the number of tokens of a prompt that stay."""
@@ -86,7 +83,7 @@ class Eviction:
         first, last = self.sinks, tokens - cut.recent
         positions = index if positions is None else positions
         length = positions[..., -1:] + 1
-        score = self._score(PolicyState(scores, positions, length), vectors)
+        score = self.policy.scores(PolicyState(scores, positions, length), vectors)
         if self.window:
             score = score.masked_fill(positions <= length - self.window, -torch.inf)
         score = score[:, first:last]
@@ -124,7 +121,7 @@ class Eviction:
         """
         tokens, recent = tokens[:, None, None], recent[:, None, None]
         evictable = (positions >= self.sinks) & (positions < tokens - recent)
-        score = self._score(PolicyState(scores, positions, tokens), vectors)
+        score = self.policy.scores(PolicyState(scores, positions, tokens), vectors)
         if self.window:
             score = score.masked_fill(positions <= tokens - self.window, -torch.inf)
         score = score.masked_fill(~evictable, torch.inf)
@@ -133,14 +130,14 @@ class Eviction:
         return positions.masked_fill(~evictable | (score > lowest), EMPTY).argmin(dim=-1)
 
     @property
+    def mean(self) -> bool:
+        """True if scores are means over the queries that could see a key."""
+        return self.policy.name == "mean"
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """``"keys"`` and ``"values"`` if the score uses them."""
-        return () if self.policy is None else self.policy.needs
-
-    def _score(self, state: PolicyState, vectors: Sequence[torch.Tensor] | None) -> torch.Tensor:
-        """Return the policy's scores of a state."""
-        policy = self.policy or policy_named("mean" if self.mean else "sum")
-        return policy.scores(state, vectors)
+        return self.policy.needs
 
 
 @dataclass(frozen=True)
@@ -181,9 +178,7 @@ def eviction_of(h2o: H2OConfig | None) -> Eviction:
     if h2o is None:
         return Eviction()
     policy = policy_named(h2o.score)
-    return Eviction(mean=h2o.score == "mean", sinks=h2o.sink_tokens,
-                    decay=float(h2o.decay) if policy.fades else 1.0,
-                    policy=None if policy.in_kernels else policy)
+    return Eviction(policy, float(h2o.decay) if policy.fades else 1.0, sinks=h2o.sink_tokens)
 
 
 def layer_eviction(h2o: H2OConfig, layer: int, *, scored: bool) -> Eviction:

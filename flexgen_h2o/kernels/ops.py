@@ -128,7 +128,7 @@ def _has_kernels(device: str) -> bool:
 
 def _has_custom_policy(state: EvictionState | None) -> bool:
     """Return True if a user's policy, which the kernels do not know, selects the victims."""
-    if state is None or state.eviction.policy is None:
+    if state is None or state.eviction.policy.in_kernels:
         return False
     _log_custom_policy(state.eviction.policy.name)
     return True

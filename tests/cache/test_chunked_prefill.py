@@ -16,6 +16,7 @@ from flexgen_h2o.cache.chunked_prefill import LayerAttention, SequenceState, app
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction, new_state
+from flexgen_h2o.h2o.policies import policy_named
 from flexgen_h2o.kernels.reference.attention import pack_slots, unpack_slots
 
 # The operation
@@ -51,7 +52,8 @@ def test_chunks_equal_the_definition(chunks, heavy, recent, sinks, mean, bits, s
     layout = CacheLayout.from_bits(16, *bits)
     held = torch.full((2, kv_heads, budget, 16), float("nan")) if layout is None else (
         torch.full((layout.kinds, kv_heads, budget, layout.width), 255, dtype=torch.uint8))
-    state = new_state((1, kv_heads, budget), Eviction(mean=mean, sinks=sinks), rope=None,
+    eviction = Eviction(policy_named("mean" if mean else "sum"), sinks=sinks)
+    state = new_state((1, kv_heads, budget), eviction, rope=None,
                       device=torch.device("cpu"))
     k, v = draw(0, kv_heads, 0), draw(0, kv_heads, 0)
     alive, scores = torch.ones(0, kv_heads, dtype=torch.bool), torch.zeros(kv_heads, 0)

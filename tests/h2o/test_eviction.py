@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.config.h2o import FUSED_SCORES, H2OConfig
 from flexgen_h2o.h2o.budget import Budget, budget, num_cached, num_slots
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, eviction_of
+from flexgen_h2o.h2o.policies import policy_named
 
 
 @dataclass
@@ -182,17 +183,17 @@ def test_sequences_equal_the_definition(sizes, options, prompts, new, levels, se
 
 def test_victims_where_nothing_can_be_evicted():
     positions = torch.tensor([[[0, 1, EMPTY]]], dtype=torch.int32)
-    for mean in (False, True):
-        actual = Eviction(mean=mean, sinks=4).victims(
+    for score in ("sum", "mean"):
+        actual = Eviction(policy_named(score), sinks=4).victims(
             torch.zeros(1, 1, 3), positions, tokens=torch.tensor([2]), recent=torch.tensor([5]))
         assert 0 <= actual.item() < 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("mean", [False, True])
-def test_gpu_selects_the_same_tokens(mean):
+@pytest.mark.parametrize("score", ["sum", "mean"])
+def test_gpu_selects_the_same_tokens(score):
     generator = torch.Generator().manual_seed(0)
-    eviction = Eviction(mean=mean, sinks=4)
+    eviction = Eviction(policy_named(score), sinks=4)
     for levels in (3, 10_000):
         scores = torch.randint(levels, (4, 8, 700), generator=generator).float()
         positions = torch.stack([torch.randperm(900, generator=generator)[:700]

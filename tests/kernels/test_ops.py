@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexgen_h2o.config.cache_layout import GroupLayout
 from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
+from flexgen_h2o.h2o.policies import policy_named
 from flexgen_h2o.kernels import ops, torch_ops
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.reference import attention as reference
@@ -45,8 +46,8 @@ SELECT = (ops.select_heavy_hitters, reference.select_heavy_hitters)
 DECODE = (ops.decode_attention, reference.decode_attention)
 DIMS = [12, 64, 80, 96, 128, 256]
 GROUPS = [1, 3, 4, 8]
-EVICTIONS = [Eviction(), Eviction(mean=True), Eviction(decay=0.9), Eviction(sinks=3),
-             Eviction(mean=True, decay=0.5, sinks=1)]
+EVICTIONS = [Eviction(), Eviction(policy_named("mean")), Eviction(decay=0.9), Eviction(sinks=3),
+             Eviction(policy_named("mean"), decay=0.5, sinks=1)]
 VARIANTS = [AttentionVariant(scale, cap, window, sinks) for scale, cap, window, sinks in
             product((None, 0.4), (0.0, 2.5), (None, 7), (False, True))][1:]
 
@@ -212,7 +213,7 @@ CUTS = [Cut(1, 1, 1), Cut(7, 2, 2), Cut(31, 10, 5), Cut(33, 1, 1), Cut(65, 0, 9)
 
 @pytest.mark.source("select")
 @pytest.mark.parametrize("draw", [torch.rand, torch.randn, tied, torch.zeros, None])
-@pytest.mark.parametrize("eviction", [Eviction(), Eviction(mean=True), Eviction(sinks=4)])
+@pytest.mark.parametrize("eviction", [EVICTIONS[0], EVICTIONS[1], Eviction(sinks=4)])
 @pytest.mark.parametrize("stored", [torch.float32, 4])
 def test_select(draw, eviction, stored):
     check_select(SELECT, select_case(CUTS[:-1] if eviction.sinks else CUTS, draw=draw,
@@ -240,21 +241,21 @@ def test_select_by_scores_of_every_size():
 @pytest.mark.source("select")
 @pytest.mark.parametrize("draw", [torch.rand, torch.randn, tied,
                                   lambda *shape: torch.randint(40, shape).float()])
-@pytest.mark.parametrize("mean", [False, True])
-def test_select_from_long_prompts(draw, mean):
+@pytest.mark.parametrize("score", ["sum", "mean"])
+def test_select_from_long_prompts(draw, score):
     cuts = [Cut(131072, 8192, 8192), Cut(2048, 409, 409), Cut(4097, 4000, 1)]
     check_select(SELECT, select_case(cuts, dim=2, kv_heads=1, draw=draw,
-                                     eviction=Eviction(mean=mean, sinks=4)))
+                                     eviction=Eviction(policy_named(score), sinks=4)))
 
 
 @pytest.mark.source("select")
 @given(cuts=st.lists(st.builds(Cut, st.integers(1, 150), st.integers(0, 60), st.integers(1, 60)),
                      min_size=1, max_size=5),
-       sinks=st.integers(0, 5), mean=st.booleans(), kv_heads=st.integers(1, 4),
+       sinks=st.integers(0, 5), score=st.sampled_from(["sum", "mean"]), kv_heads=st.integers(1, 4),
        draw=st.sampled_from([torch.rand, tied, torch.ones]))
 @settings(max_examples=examples(50))
-def test_any_selection(cuts, sinks, mean, kv_heads, draw):
-    check_select(SELECT, select_case(cuts, eviction=Eviction(mean=mean, sinks=sinks),
+def test_any_selection(cuts, sinks, score, kv_heads, draw):
+    check_select(SELECT, select_case(cuts, eviction=Eviction(policy_named(score), sinks=sinks),
                                      kv_heads=kv_heads, draw=draw, dim=4))
 
 
@@ -267,7 +268,7 @@ DECODE_AXES = {
                [193, 255], [288, 256]],
     "stored": [*FORMS, *MIXED], "group": [*GROUPS, 5, 9], "kv_heads": [1, 2],
     "dim": [2, 6, 20, 32, 66, 130, 148, 192, *DIMS], "rotated": [0, 0.5, 1], "recent": [1, 2, 30],
-    "eviction": [None, *EVICTIONS, Eviction(window=6), Eviction(mean=True, window=40)],
+    "eviction": [None, *EVICTIONS, Eviction(window=6), Eviction(policy_named("mean"), window=40)],
     "attention": [None, *(variant for variant in VARIANTS if variant.window is None)],
     "offsets": [False, True], "smoothed": [False, True]}
 

@@ -32,6 +32,7 @@ from helpers.kernel_cases import (
 from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout, split_slots
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction
+from flexgen_h2o.h2o.policies import policy_named
 from flexgen_h2o.kernels import abi, ops
 from flexgen_h2o.kernels.arguments import QuantizedMatrix
 from flexgen_h2o.kernels.cpu import experts as native_experts
@@ -307,7 +308,7 @@ def make_calls() -> None:
         for rotary in (0, 8):
             ops.decode_attention(**decode_case(
                 [0, 7, 66], full=(2,), stored=stored, group=3, dim=20, rotary=rotary,
-                eviction=Eviction(mean=rotary > 0, sinks=1)))
+                eviction=Eviction(policy_named("mean" if rotary else "sum"), sinks=1)))
 
 
 def make_layer_calls() -> None:

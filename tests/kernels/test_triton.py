@@ -25,6 +25,7 @@ from helpers.selection import full, full_cases
 from flexgen_h2o.config.cache_layout import GroupLayout
 from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.h2o.eviction import Cut, Eviction
+from flexgen_h2o.h2o.policies import policy_named
 from flexgen_h2o.kernels.arguments import EvictionArguments, VariantArguments
 from flexgen_h2o.kernels.dispatch import assume_gpu
 from flexgen_h2o.kernels.reference import attention as reference
@@ -87,9 +88,9 @@ def test_decode(stored, group, rotary):
 
 
 @pytest.mark.parametrize(("eviction", "recent", "part"), [
-    (Eviction(mean=True), 30, 16), (Eviction(decay=0.9, sinks=3), 1, 32),
-    *full_cases(*product((Eviction(mean=True), Eviction(decay=0.9), Eviction(sinks=3),
-                          Eviction(True, 0.5, 1)), (1, 30), (16, 32, 1000)))])
+    (Eviction(policy_named("mean")), 30, 16), (Eviction(decay=0.9, sinks=3), 1, 32),
+    *full_cases(*product((Eviction(policy_named("mean")), Eviction(decay=0.9), Eviction(sinks=3),
+                          Eviction(policy_named("mean"), 0.5, 1)), (1, 30), (16, 32, 1000)))])
 def test_decode_variants(monkeypatch, eviction, recent, part):
     monkeypatch.setattr(triton_finish, "FINISH_ELEMENTS", 64)
     monkeypatch.setattr(triton_finish, "_score_slots", lambda n, programs, device: part)
@@ -139,10 +140,10 @@ def test_decode_of_a_cache_whose_keys_have_2_gb(group):
 
 
 @pytest.mark.parametrize("part", [16, 1000])
-@pytest.mark.parametrize("mean", [False, True])
-def test_ties_evict_the_oldest(monkeypatch, part, mean):
+@pytest.mark.parametrize("score", ["sum", "mean"])
+def test_ties_evict_the_oldest(monkeypatch, part, score):
     monkeypatch.setattr(triton_finish, "_score_slots", lambda n, programs, device: part)
-    case = decode_case([40], full=(0,), eviction=Eviction(mean=mean), ties=True)
+    case = decode_case([40], full=(0,), eviction=Eviction(policy_named(score)), ties=True)
     check_decode([decode], case, ties=True)
 
 
@@ -229,9 +230,9 @@ CUTS = [Cut(1, 1, 1), Cut(7, 2, 2), Cut(31, 10, 5), Cut(33, 1, 1), Cut(65, 0, 9)
 
 
 @pytest.mark.parametrize(("draw", "eviction"), [
-    (tied, Eviction(mean=True, sinks=4)), (None, Eviction()),
+    (tied, Eviction(policy_named("mean"), sinks=4)), (None, Eviction()),
     *full_cases(*product((torch.rand, torch.randn, tied), (
-        Eviction(), Eviction(mean=True), Eviction(sinks=4))))])
+        Eviction(), Eviction(policy_named("mean")), Eviction(sinks=4))))])
 def test_select(draw, eviction):
     """The long ones of `CUTS` have more scores than registers, here; the short ones have not."""
     rolls = eviction.sinks > 0

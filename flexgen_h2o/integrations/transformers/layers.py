@@ -255,7 +255,7 @@ class SlotLayer(H2OLayer):
             cuts = [Cut(new, size.heavy, size.recent)
                     for new, size in zip(step.new, sizes, strict=True)]
             eviction = self._state.eviction
-            if eviction.window and eviction.policy is None:
+            if eviction.window and eviction.policy.in_kernels:
                 clear_scores_outside_window(scores, cuts, eviction.window)
             ops.select_heavy_hitters(unrotated[1], v, scores, cuts=cuts, slots=self._slots,
                                      state=self._state, layout=self._layout)

@@ -257,7 +257,7 @@ def _victims(state, metadata, new_scores, cached_vectors, new):
         Key and value of the new token.
     """
     cached, tokens, recent, _ = metadata
-    if state.eviction.policy is None:
+    if state.eviction.policy.in_kernels:
         return state.eviction.victims(state.scores, state.positions, tokens=tokens, recent=recent)
     position = (tokens - 1).to(state.positions.dtype)[:, None, None]
     scores = torch.cat((state.scores, new_scores), dim=-1)
