@@ -14,7 +14,7 @@ from helpers.programs import ROOT, program
 import flexgen_h2o
 from flexgen_h2o.cli import commands, parser
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.requests import fields as request_fields
+from flexgen_h2o.requests import request as request_fields
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md",

@@ -5,7 +5,6 @@
 `token_attention`   attention from new tokens: drafts, prefetch, capture and replay
 `prefill`           attention within prompts, and the cut to their budgets
 `chunked_prefill`   the same by chunks, with eviction after each
-`decode_attention`  decode attention on the host, and with sparse values
 `retrieval`         recall: quantized key indices, and attention to selected tokens
 `eviction_state`    eviction states, step metadata, migration of continued sequences
 `layout`            sizes: bytes of a slot, slots of a layer

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen_h2o.cache.decode_attention import PendingAttention
 from flexgen_h2o.cache.hot_set import RecallCounts
+from flexgen_h2o.cache.token_attention import PendingAttention
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.layers import AttentionVariant
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptSpan

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from flexgen_h2o.cache.decode_attention import PendingAttention
 from flexgen_h2o.cache.recurrent_state import RecurrentStates, Rule
+from flexgen_h2o.cache.token_attention import PendingAttention
 from flexgen_h2o.config.limits import CHUNK_ROWS, DRAFT_CHUNK, LOGIT_ROWS
 from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.policy import Policy

@@ -18,8 +18,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.requests.fields import BadRequest
-from flexgen_h2o.requests.request import read_object, request_id
+from flexgen_h2o.requests.request import BadRequest, read_object, request_id
 
 MAX_LINE_BYTES = 16 << 20
 """Bytes that are read of a line. A longer line is refused."""

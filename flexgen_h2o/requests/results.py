@@ -27,9 +27,8 @@ from flexgen_h2o.files.readers import pread_all
 from flexgen_h2o.files.rows import escape_line_breaks
 from flexgen_h2o.files.writing import catch_write_errors, check_writable, sync
 from flexgen_h2o.outputs import Output
-from flexgen_h2o.requests.fields import BadRequest
 from flexgen_h2o.requests.input import JobInput
-from flexgen_h2o.requests.request import JobRequest
+from flexgen_h2o.requests.request import BadRequest, JobRequest
 
 PREFIX = "batch_req_"
 """Prefix of a line's `id`. 16 hexadecimal digits of the request's key follow."""

@@ -13,9 +13,9 @@ from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.chat_template import ChatRenderer
 from flexgen_h2o.outputs import Output
-from flexgen_h2o.requests.fields import BadRequest
 from flexgen_h2o.requests.input import DUPLICATE, MAX_LINE_BYTES, RequestLines
 from flexgen_h2o.requests.request import (
+    BadRequest,
     Defaults,
     JobRequest,
     read_object,

@@ -27,8 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flexgen_h2o.errors import UserError, check_text, short_repr
-from flexgen_h2o.requests.fields import URLS, BadRequest
-from flexgen_h2o.requests.request import Defaults
+from flexgen_h2o.requests.request import URLS, BadRequest, Defaults
 from flexgen_h2o.requests.tokenizing import RequestTokenizer
 from flexgen_h2o.serving.batches import check_endpoint
 from flexgen_h2o.serving.guard import (

@@ -17,9 +17,8 @@ import numpy as np
 from flexgen_h2o.engine.detokenization import ReasoningParser
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.outputs import Output
-from flexgen_h2o.requests.fields import URLS, BadRequest
 from flexgen_h2o.requests.input import VALID, JobInput, UnreadableInput
-from flexgen_h2o.requests.request import read_object, request_id
+from flexgen_h2o.requests.request import URLS, BadRequest, read_object, request_id
 from flexgen_h2o.requests.results import ResultsFile, answer_line, failure_line
 from flexgen_h2o.requests.tokenizing import FailedRequest, RequestTokenizer, TokenizedRequest
 from flexgen_h2o.serving.metrics import Rate

@@ -14,7 +14,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flexgen_h2o.requests.fields import BadRequest
+from flexgen_h2o.requests.request import BadRequest
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Hosts that only this machine reaches."""

@@ -14,8 +14,7 @@ import msgspec
 from flexgen_h2o.engine.detokenization import ReasoningParser, until, without_beginning
 from flexgen_h2o.errors import short_repr
 from flexgen_h2o.outputs import Output
-from flexgen_h2o.requests.fields import BadRequest
-from flexgen_h2o.requests.request import Defaults, parse_request
+from flexgen_h2o.requests.request import BadRequest, Defaults, parse_request
 from flexgen_h2o.requests.results import answer_body, answer_choice, answer_head, usage
 from flexgen_h2o.requests.tokenizing import RequestTokenizer, TokenizedRequest
 from flexgen_h2o.serving.metrics import Metrics

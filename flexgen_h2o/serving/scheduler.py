@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flexgen_h2o.engine.detokenization import ReasoningParser
 from flexgen_h2o.errors import PromptError, PromptMemoryError, UserError, lacks_memory
 from flexgen_h2o.outputs import Output
-from flexgen_h2o.requests.fields import BadRequest
+from flexgen_h2o.requests.request import BadRequest
 from flexgen_h2o.requests.results import failure_reason
 from flexgen_h2o.requests.tokenizing import RequestTokenizer, TokenizedRequest
 from flexgen_h2o.serving.batches import BatchRun, InvalidInput

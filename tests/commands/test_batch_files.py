@@ -14,9 +14,8 @@ from helpers.read_back import read_jsonl
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.requests import input as job_input
 from flexgen_h2o.requests import results as job_results
-from flexgen_h2o.requests.fields import BadRequest
 from flexgen_h2o.requests.input import DUPLICATE, INVALID, VALID, JobInput
-from flexgen_h2o.requests.request import Defaults, read_request
+from flexgen_h2o.requests.request import BadRequest, Defaults, read_request
 from flexgen_h2o.requests.results import ResultsFile, answer_line, failure_line
 
 

@@ -11,10 +11,8 @@ from flexgen_h2o.commands.batch.flags import parse_args
 from flexgen_h2o.config.sampling import mix_seed
 from flexgen_h2o.engine.detokenization import Detokenizer, ReasoningParser
 from flexgen_h2o.outputs import Output, TokenLogProb
-from flexgen_h2o.requests import fields
 from flexgen_h2o.requests import request as requests
-from flexgen_h2o.requests.fields import BadRequest
-from flexgen_h2o.requests.request import Defaults, JobRequest
+from flexgen_h2o.requests.request import BadRequest, Defaults, JobRequest
 from flexgen_h2o.requests.results import answer_line, failure_line
 
 DEFAULTS = Defaults({"org/tiny", "tiny"}, max_tokens=16, seed=5)
@@ -46,7 +44,7 @@ def test_missing_fields_have_the_defaults_of_the_api():
             params.logprobs, params.stop_strings) == (16, True, 1.0, 1.0, 0, None, None)
     assert read(completion(temperature=0)).params.do_sample is False
     assert read(completion(temperature=5e-324)).params == read(completion(temperature=0)).params
-    assert read(completion(**dict.fromkeys(fields.COMPLETIONS.keys() - {"prompt"}))) == one
+    assert read(completion(**dict.fromkeys(requests.COMPLETIONS.keys() - {"prompt"}))) == one
 
 
 @pytest.mark.parametrize(("line", "expected"), [
@@ -153,7 +151,7 @@ def test_messages_are_texts_whose_parts_are_joined():
 
 
 def test_neutral_fields_are_ignored():
-    idle = {name: {"any": [1]} for name in fields.IGNORED} | {
+    idle = {name: {"any": [1]} for name in requests.IGNORED} | {
         "stream": False, "tools": [], "tool_choice": "none", "logit_bias": {}, "echo": False,
         "use_beam_search": False, "length_penalty": 1, "include_stop_str_in_output": False,
         "response_format": {"type": "text"}, "modalities": ["text"]}

@@ -19,7 +19,7 @@ from helpers.internals import (
 )
 
 from flexgen_h2o import LLM, Placement, Policy
-from flexgen_h2o.cache import decode_attention, tiers, token_attention
+from flexgen_h2o.cache import tiers, token_attention
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.models import family
 from flexgen_h2o.models.registry import from_transformers
@@ -70,7 +70,7 @@ def test_cpu_attention_overlaps_other_batches(tiny_model, monkeypatch):
     started = [threading.Event() for _ in range(jobs * (NEW - 1))]
     running = itertools.count()
     starts = itertools.count()
-    decode, start = token_attention.ops.decode_attention, decode_attention.HostAttention.start
+    decode, start = token_attention.ops.decode_attention, token_attention.HostAttention.start
 
     def patient(*args, **options):
         number = next(running)  # one thread, one after the other
@@ -85,7 +85,7 @@ def test_cpu_attention_overlaps_other_batches(tiny_model, monkeypatch):
         return actual
 
     monkeypatch.setattr(token_attention.ops, "decode_attention", patient)
-    monkeypatch.setattr(decode_attention.HostAttention, "start", noted)
+    monkeypatch.setattr(token_attention.HostAttention, "start", noted)
     prompts = prompts_of(tiny, [9, 5, 4, 2])
     got = tokens(tiny, prompts, gpu_batch_size=2, cache=HOST, cpu_cache_compute=True)
     assert not late and next(starts) == len(started)

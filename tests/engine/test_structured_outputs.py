@@ -19,8 +19,7 @@ from flexgen_h2o.engine.detokenization import Detokenizer
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.structured_outputs import GrammarCompiler
 from flexgen_h2o.errors import StructureError
-from flexgen_h2o.requests.fields import BadRequest
-from flexgen_h2o.requests.request import Defaults, read_request
+from flexgen_h2o.requests.request import BadRequest, Defaults, read_request
 
 SCHEMA = {"type": "object", "required": ["name", "age", "tags"], "additionalProperties": False,
           "properties": {"name": {"type": "string", "maxLength": 4},

@@ -20,8 +20,8 @@ from flexgen_h2o.metrics.figures import COLOURS, new_figure, save
 from flexgen_h2o.metrics.run_stats import RunStats, ratio
 from flexgen_h2o.metrics.trace import GB
 from flexgen_h2o.outputs import Output
-from flexgen_h2o.requests.fields import BadRequest
 from flexgen_h2o.requests.input import RequestLines
+from flexgen_h2o.requests.request import BadRequest
 from flexgen_h2o.requests.results import answer_line, failure_line, failure_reason
 from flexgen_h2o.requests.tokenizing import FailedRequest, RequestTokenizer, TokenizedRequest
 
