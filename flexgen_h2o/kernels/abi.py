@@ -122,7 +122,7 @@ STRUCTS = MappingProxyType({
     # reference.layers.activate: x [rows, width], factor like x or null; function by `ACTIVATIONS`.
     "Activate": """void*: x; const void*: factor;
         int64_t: dtype function rows width x_row factor_row threads""",
-    # reference.delta_rule.gated_delta_net: mixed [rows, conv_size], beta and step [rows,
+    # reference.layers.gated_delta_net: mixed [rows, conv_size], beta and step [rows,
     # value_heads], out [rows, value_heads, value_dim] contiguous, states [.., state_size], of which
     # `sequences` [count] are used, for `lengths` [count] rows each; conv [conv_size, kernel],
     # log_decay and step_bias [value_heads], contiguous.

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout, PageLayout
-from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant, RecurrentConfig
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout
+from flexgen_h2o.config.layers import DEFAULT_VARIANT, AttentionVariant
 from flexgen_h2o.config.weight_layout import GGMLType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
@@ -95,6 +95,17 @@ def _kernel(operation: str, x: Tensor) -> Callable | None:
         return None
     module = BACKENDS[device].get(operation)
     return module and getattr(module, operation)
+
+
+def _dispatched(reference_operation: Callable, argument: int = 0) -> Callable[..., Any]:
+    """Return an operation: the kernel for the device of an argument, or the reference."""
+    name = reference_operation.__name__
+
+    @functools.wraps(reference_operation)
+    def operation(*args: Any, **options: Any) -> Any:
+        return (_kernel(name, args[argument]) or reference_operation)(*args, **options)
+
+    return operation
 
 
 def uses_reference(device: str) -> bool:
@@ -229,6 +240,16 @@ select_values = reference_sparse.select_values
 attend_selected = reference_sparse.attend_selected
 
 
+# The hot set: on a CPU, then on a GPU, with page-locked host memory on either side of copies.
+assign_slots = _dispatched(reference_recall.assign_slots)
+fetch_tokens = _dispatched(reference_recall.fetch_tokens)
+claim_slots = _dispatched(reference_recall.claim_slots)
+copy_tokens = _dispatched(reference_recall.copy_tokens, 2)
+
+gated_delta_net = _dispatched(reference_layers.gated_delta_net)
+dequantize_groups = _dispatched(reference.dequantize_groups)
+
+
 def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
                key_layout: GroupLayout | None = None) -> None:
     """Quantize keys into an index: `reference.recall.index_keys`.
@@ -275,46 +296,6 @@ def recall_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected
     return out[..., k.shape[-1] - v.shape[-1] :], written_slots
 
 
-def assign_slots(selected: Tensor, first_recent: Tensor, *, slot_of: Tensor, token_of: Tensor,
-                 log_weights: Tensor, newest: int) -> tuple[Tensor, Tensor, int]:
-    """Assign slots of the hot set, on a CPU: `reference.recall.assign_slots`."""
-    kernel = _kernel("assign_slots", selected) or reference_recall.assign_slots
-    return kernel(selected, first_recent, slot_of=slot_of, token_of=token_of,
-                  log_weights=log_weights, newest=newest)
-
-
-def claim_slots(selected: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
-                ) -> tuple[Tensor, Tensor, Tensor]:
-    """Assign slots of the hot set, on a GPU: `reference.recall.claim_slots`."""
-    claim = (_hot_set if selected.is_cuda else reference_recall).claim_slots
-    return claim(selected, slot_of=slot_of, token_of=token_of, log_weights=log_weights)
-
-
-def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -> None:
-    """Copy tokens between caches, on a GPU: `reference.recall.copy_tokens`.
-
-    Either side may be in page-locked host memory.
-    """
-    (_hot_set if moves.is_cuda else reference_recall).copy_tokens(source, target, moves, counts)
-
-
-def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, offset: int,
-                 layout: PageLayout, read_buffer: Tensor) -> tuple[int, int]:
-    """Read tokens from a file into slots, on a CPU: `reference.recall.fetch_tokens`."""
-    kernel = _kernel("fetch_tokens", missing) or reference_recall.fetch_tokens
-    return kernel(missing, slots, file=file, direct=direct, offset=offset, layout=layout,
-                  read_buffer=read_buffer)
-
-
-def gated_delta_net(mixed: Tensor, beta: Tensor, step: Tensor, states: Tensor, *,
-                    weights: Sequence[Tensor], sequences: Sequence[int], lengths: Sequence[int],
-                    config: RecurrentConfig) -> Tensor:
-    """Advance recurrent states: `reference.delta_rule.gated_delta_net`."""
-    kernel = _kernel("gated_delta_net", mixed) or reference_layers.gated_delta_net
-    return kernel(mixed, beta, step, states, weights=weights, sequences=sequences, lengths=lengths,
-                  config=config)
-
-
 def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange | None = None,
             offsets: Tensor | None = None) -> None:
     """Rotate heads in place, then change their basis: `reference.layers.rotate`.
@@ -354,11 +335,6 @@ def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
     if kernel is None:
         return reference.quantize_groups(x, layout)
     return kernel(x.float() if x.dtype == torch.float64 else x, layout)
-
-
-def dequantize_groups(packed: Tensor, layout: GroupLayout) -> Tensor:
-    """Dequantize vectors: `reference.attention.dequantize_groups`."""
-    return (_kernel("dequantize_groups", packed) or reference.dequantize_groups)(packed, layout)
 
 
 stack_vectors = reference.stack_vectors

@@ -425,7 +425,7 @@ def activate(x: Tensor, function: str, factor: Tensor | None = None, *,
 def gated_delta_net(mixed: Tensor, beta: Tensor, step: Tensor, states: Tensor, *,
                     weights: Sequence[Tensor], sequences: Sequence[int], lengths: Sequence[int],
                     config: RecurrentConfig) -> Tensor:
-    """Run `reference.delta_rule.gated_delta_net`."""
+    """Run `reference.layers.gated_delta_net`."""
     name, (conv, log_decay, step_bias) = "gated_delta_net", weights
     dtype, rows, heads = check_floats(name, mixed, 2), len(mixed), (config.value_heads,)
     check_tensors(name, dtype, mixed=(mixed, (rows, config.conv_size)), beta=(beta, (rows, *heads)),
