@@ -191,7 +191,7 @@ class ModelConfig:
             if self.num_heads % count:
                 raise UserError(f"{self.name}: {self.num_heads} attention heads cannot share "
                                 f"{count} key/value heads evenly; the config is wrong")
-        supported = ("xielu",) if self.family == "apertus.Apertus" else ACTIVATIONS
+        supported = ("xielu",) if self.family == "llama.Apertus" else ACTIVATIONS
         if self.activation not in supported:
             raise UserError(f"{self.name}: activation function {self.activation!r} is not "
                             f"supported (supported: {', '.join(supported)})")

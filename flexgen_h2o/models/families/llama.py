@@ -1,23 +1,24 @@
-"""The lineage of LLaMA, and models that differ from it in positions and experts."""
+"""LLaMA, and models that differ from it in positions, scales, experts or activation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.layers import RouterConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.decoder import Decoder, layer_number
+from flexgen_h2o.models.decoder import Decoder, layer_number, normed, product, row_blocks
 from flexgen_h2o.models.fields import Fields
 from flexgen_h2o.models.mixture import MixtureDecoder, read_experts
 from flexgen_h2o.models.model_config import ModelConfig
-from flexgen_h2o.models.rope import nope
-from flexgen_h2o.models.tensors import TensorSpec
+from flexgen_h2o.models.rope import nope, read_rope
+from flexgen_h2o.models.tensors import ModelWeights, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flexgen_h2o.models.checkpoint import View
     from flexgen_h2o.models.layers import Operations
 
 
@@ -163,3 +164,100 @@ def _dense_layers(f: Fields) -> tuple[bool, ...]:
     mixtures = (range(step - 1, layers, step) if listed is None
                 else f.fit(list[int], listed, "moe_layers"))
     return tuple(layer not in mixtures for layer in range(layers))
+
+
+class Granite(Decoder):
+    """Granite 3 (arXiv 2408.13359): LLaMA with scaled embeddings, residuals, attention, logits."""
+
+    DEFAULTS = {
+        "granite": {
+            "bos_token_id": 1, "eos_token_id": 2, "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+        },
+    }
+
+    def read(self, f: Fields) -> ModelConfig:
+        return ModelConfig(
+            **self.common(f),
+            mlp_bias=f.flag("mlp_bias"),
+            embed_scale=f.number("embedding_multiplier"),
+            residual_scale=f.number("residual_multiplier"),
+            logit_divisor=f.number("logits_scaling"),
+            attention=f.attention_variants(False, scale=f.number("attention_multiplier")),
+        )
+
+
+_GRANITE_MOE = {**Granite.DEFAULTS["granite"], "num_experts_per_tok": 2, "num_local_experts": 8}
+
+
+class GraniteMoe(MixtureDecoder):
+    """Granite with a mixture of experts, also with a shared expert."""
+
+    DEFAULTS = {"granitemoe": _GRANITE_MOE,
+                "granitemoeshared": {**_GRANITE_MOE, "shared_intermediate_size": 0}}
+    block = "block_sparse_moe"
+    router = "router.layer"
+    shared_expert = "shared_mlp"
+    stacks = (("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+              ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"))
+    renames = ((".router.layer.", ".router."),)
+
+    def read(self, f: Fields) -> ModelConfig:
+        shared = f.raw("shared_intermediate_size")
+        experts = read_experts(f, width="intermediate_size", router=RouterConfig(),
+                               shared_ffn_size=f.count("shared_intermediate_size") if shared else 0)
+        return replace(Granite().read(f), experts=experts)
+
+    def views(self, cfg: ModelConfig) -> dict[str, Sequence[View]]:
+        views, ffn = super().views(cfg), cfg.experts.shared_ffn_size
+        for layer, specs in enumerate(cfg.weights.layers if ffn else ()):
+            for short, tensor, rows in (("gate", "input_linear", range(ffn)),
+                                        ("up", "input_linear", range(ffn, 2 * ffn)),
+                                        ("down", "output_linear", None)):
+                views[specs[f"shared_{short}"].name] = self.views_of(
+                    f"model.layers.{layer}.shared_mlp.{tensor}.weight", rows=rows)
+        return views
+
+
+_ALPHAS = ("alpha_p", "alpha_n")
+
+
+class Apertus(Decoder):
+    """Apertus (arXiv 2509.14233): LLaMA with norms of heads, and an MLP without a gate.
+
+    The activation of the MLP, xIELU, has learned parameters.
+    """
+
+    DEFAULTS = {
+        "apertus": {
+            "vocab_size": 131072, "intermediate_size": 14336, "max_position_embeddings": 65536,
+            "hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12000000.0,
+            "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0,
+                "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0},
+        },
+    }
+    norms = {"ln1": "attention_layernorm", "ln2": "feedforward_layernorm"}
+
+    def read(self, f: Fields) -> ModelConfig:
+        rope = f.mapping("rope_scaling") or f.mapping("rope_parameters")
+        return ModelConfig(**self.common(f, read_rope(f, parameters=rope)), qk_norm=True)
+
+    def weights(self, cfg: ModelConfig) -> ModelWeights:
+        weights = super().weights(cfg)
+        return replace(weights, mlp=weights.mlp + _ALPHAS)
+
+    def mlp_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        specs = super().mlp_specs(cfg, prefix)
+        del specs["gate"]
+        return specs | {name: TensorSpec(f"{prefix}mlp.act_fn.{name}", (1,)) for name in _ALPHAS}
+
+    def mlp(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, ops: Operations) -> Tensor:
+        """Add ``down(xielu(up(norm(x))))`` to x [rows, hidden] and return x."""
+        for block in row_blocks(len(x)):
+            source = normed(cfg, w, "ln2", x[block], ops)
+            wide = product(w, "up", source, ops)
+            ops.xielu_(wide, *(w[name] for name in _ALPHAS))
+            ops.add_linear_(x[block], wide, w["down"], None)
+        return x
