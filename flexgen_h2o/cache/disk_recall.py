@@ -6,8 +6,9 @@ On disk the cache is in *pages*, each with the keys and values of adjacent token
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +67,17 @@ class _DiskHotTokens:
     written: list[int]  # of them, those on disk
     empty: list[bool]  # for each sequence: the hot set holds nothing of its prompt yet
     fetches: list[tuple[slice, Handle]] = field(default_factory=list)
+
+
+def _if_recalled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a method of `DiskRecallTier`: layers that are fetched whole use `FetchedTier`'s."""
+    @functools.wraps(method)
+    def call(self: DiskRecallTier, layer: int, *args: Any, **options: Any) -> Any:
+        recalled = self.fetches_selected(layer)
+        return (method if recalled else getattr(FetchedTier, method.__name__))(
+            self, layer, *args, **options)
+
+    return call
 
 
 class DiskRecallTier(FetchedTier):
@@ -162,11 +174,9 @@ class DiskRecallTier(FetchedTier):
 
     # Prompts: whole layers
 
+    @_if_recalled
     def load(self, layer, batch, *, fetch, keys_only=False, cached=None):
         pages = self._pages[layer]
-        if pages is None:
-            super().load(layer, batch, fetch=fetch, keys_only=keys_only, cached=cached)
-            return
         store, hot = self._stores[layer, batch], self._hot[layer, batch]
         store.slots = pages.head_pages * pages.page_tokens
         before, store.busy = [*store.busy, *(handle for _, handle in hot.fetches)], []
@@ -219,10 +229,9 @@ class DiskRecallTier(FetchedTier):
             cache[:, sequence, :, tokens] = newest[
                 sequence, :, tokens % newest.shape[2]].permute(2, 0, 1, 3)
 
+    @_if_recalled
     def on_prompt_cached(self, layer, batch, tokens):
         pages = self._pages[layer]
-        if pages is None:
-            return
         hot, cache = self._hot[layer, batch], self.get(layer, batch)
         newest = self._newest(layer, batch)
         firsts = torch.full((len(hot.cached), self.slot_layout.kv_heads), pages.slots)
@@ -235,10 +244,8 @@ class DiskRecallTier(FetchedTier):
             newest[row, :, new % newest.shape[2]] = cache[:, row, :, new].permute(1, 2, 0, 3)
         hot.hot_set.forget(firsts.view(-1))
 
+    @_if_recalled
     def store(self, layer, batch, update):
-        if self._pages[layer] is None:
-            super().store(layer, batch, update)
-            return
         hot = self._hot[layer, batch]
         new = [range(*span) for span in zip(hot.written, hot.cached, strict=True)]
         hot.written[:] = hot.cached
@@ -259,22 +266,19 @@ class DiskRecallTier(FetchedTier):
 
     # New tokens: selected ones
 
+    @_if_recalled
     def log_weights(self, layer, batch, rows):
-        if self._pages[layer] is None:
-            return super().log_weights(layer, batch, rows)
         return self._hot[layer, batch].hot_set.log_weights.unflatten(
             0, (-1, self.slot_layout.kv_heads))[rows]
 
+    @_if_recalled
     def fetch_groups(self, layer, sequences):
-        if self._pages[layer] is None:
-            return super().fetch_groups(layer, sequences)
         groups = min(sequences, RECALL_GROUPS)
         return [slice(*ends) for ends in pairwise(
             sequences * group // groups for group in range(groups + 1))]
 
+    @_if_recalled
     def fetch_selected(self, layer, batch, rows, selected):
-        if self._pages[layer] is None:
-            return super().fetch_selected(layer, batch, rows, selected)
         pages, hot, positions = self._pages[layer], self._hot[layer, batch], selected.spans[1]
         self._write_full_pages(layer, batch, rows, positions.tolist())
         slots, hits, loads = self._fetch_missing(layer, batch, rows, selected)
@@ -285,9 +289,8 @@ class DiskRecallTier(FetchedTier):
         return SelectedTokens(slots, torch.stack((newest_slots, selected.metadata[1])),
                               torch.stack((newest_slots, *selected.spans[1:])))
 
+    @_if_recalled
     def selected_entries(self, layer, batch, rows):
-        if self._pages[layer] is None:
-            return super().selected_entries(layer, batch, rows)
         hot, began = self._hot[layer, batch], time.perf_counter()
         for fetch in list(hot.fetches):
             fetched, handle = fetch
@@ -297,14 +300,12 @@ class DiskRecallTier(FetchedTier):
         self.counts.wait_seconds += time.perf_counter() - began
         return hot.entries[rows].permute(3, 0, 1, 2, 4)
 
+    @_if_recalled
     def prefetch_capacity(self, layer, batch):
-        if self._pages[layer] is None:
-            return ()
         return [self._slots[layer] * empty for empty in self._hot[layer, batch].empty]
 
+    @_if_recalled
     def prefetch(self, layer, batch, selected):
-        if self._pages[layer] is None:
-            return
         hot, fills = self._hot[layer, batch], any(self.prefetch_capacity(layer, batch))
         hot.empty = [False] * len(selected.slots)
         _, _, loads = self._fetch_missing(layer, batch, slice(0, len(selected.slots)), selected)
