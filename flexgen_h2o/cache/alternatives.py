@@ -46,7 +46,7 @@ class AlternativeCache:
 
 
 class SimulatedBlockCache(AlternativeCache):
-    """`SimulatedCache` with the interface of `KVCache`; parameters as of `SimulatedCache`."""
+    """`SimulatedCache` with the interface of `KVCache`; parameters as in `SimulatedCache`."""
 
     def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
                  variant: Callable[[int], AttentionVariant],

@@ -40,7 +40,7 @@ class RecallStep:
     top_k : int
         The largest number of tokens that a sequence attends to.
     spans : int32 Tensor [3, sequences], on the host
-        The span of the new token's key, as of `ops.index_keys`.
+        The span of the new token's key, as in `ops.index_keys`.
     """
 
     tokens: list[int]
@@ -155,7 +155,7 @@ class Recall:
 
     def step(self, layer: int, batch: int, tier: CacheTier, *, tokens: Sequence[int],
              device: torch.device) -> RecallStep | None:
-        """Return the metadata of a step; `tokens` are as of `RecallStep`.
+        """Return the metadata of a step; `tokens` are as in `RecallStep`.
 
         None in layers that attend to all cached tokens.
         """

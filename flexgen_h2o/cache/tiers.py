@@ -75,7 +75,7 @@ class SelectedTokens:
     metadata : int32 Tensor [2, sequences]
         The slot that the new token takes, and the number of slots that it attends to.
     spans : int32 Tensor [3, sequences], on the host
-        The slot that the new token takes, its position, and 1: as of `ops.index_keys`.
+        The slot that the new token takes, its position, and 1: as in `ops.index_keys`.
     """
 
     slots: torch.Tensor
@@ -195,7 +195,7 @@ class CacheTier:
         return ()
 
     def prefetch(self, layer: int, batch: int, selected: SelectedTokens) -> None:
-        """Start fetching tokens that the next `fetch_selected` may ask for."""
+        """Start fetching tokens that the next `fetch_selected` may select."""
 
     def log_weights(self, layer: int, batch: int, rows: slice) -> torch.Tensor | None:
         """Return running means of attention weights that `ops.select_keys` updates in place.

@@ -130,7 +130,7 @@ class SparseAttention:
                max_cached: int, metadata: Tensor, **attention: Any) -> tuple[Tensor, Tensor]:
         """Attend over a tier from one new token of each sequence, and cache the new tokens.
 
-        Arguments and results are as of `ops.decode_attention`. `max_cached` are the cached tokens
+        Arguments and results are as in `ops.decode_attention`. `max_cached` are the cached tokens
         of the longest sequence.
         """
         cache, layout = tier.get(*where), self._shape.layout

@@ -127,7 +127,7 @@ def fill(sizes: Iterable[tuple[Name, int]], placement: Placement) -> dict[Name, 
     """Return a tier for each tensor: the first ones go to the fastest tier until its share of the
     bytes is full, the next ones to the second, and so on.
 
-    Parameters and result are as of `assign`. No tier differs from its share by more than the
+    Parameters and result are as in `assign`. No tier differs from its share by more than the
     largest tensor.
     """
     sizes = list(sizes)

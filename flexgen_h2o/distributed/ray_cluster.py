@@ -265,7 +265,7 @@ class Replica:
 
 def map_replicas(ray: Any, dataset: Any, replica: type[Replica], count: int | tuple[int, int],
                  **keywords: Any) -> Any:
-    """Return the dataset that replicas of a class make of a dataset's batches.
+    """Return the dataset of the results of replicas of a class for a dataset's batches.
 
     A replica that dies is restarted, and its batch is repeated, a limited number of times.
 
@@ -291,7 +291,7 @@ def _replica_pool(ray: Any, count: int | tuple[int, int]) -> dict[str, Any]:
 
 
 def map_here(ray: Any, dataset: Any, function: Callable[..., Any], **keywords: Any) -> Any:
-    """Return the dataset that a function makes of a dataset's batches, on this machine, one by one.
+    """Return the dataset of a function's results for batches, on this machine, one by one.
 
     The tasks reserve no CPU: if replicas have all CPUs, a task that needs one never runs.
 

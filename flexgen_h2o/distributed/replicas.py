@@ -141,7 +141,7 @@ class WindowQueue:
 
     @contextmanager
     def heartbeats(self) -> Iterator[None]:
-        """Send heartbeats from a thread during a ``with`` statement, then tell that we leave."""
+        """Send heartbeats from a thread during a ``with`` statement, then announce the end."""
         closed = threading.Event()
         thread = threading.Thread(target=self._send_heartbeats, args=(closed,), daemon=True)
         thread.start()

@@ -354,7 +354,7 @@ class WeightFiles:
     def read(self, buffer: WeightBuffer, out: torch.Tensor, *, ahead: bool = False) -> None:
         """Read a buffer that needs no conversion into `out`, uint8 [nbytes or more], on the host.
 
-        `ahead` is as of `Disk.read`. Raise `UserError` if a read fails, or bytes have changed and
+        `ahead` is as in `Disk.read`. Raise `UserError` if a read fails, or bytes have changed and
         `verify` is on.
         """
         self._disk.read(buffer.reads, out, ahead=ahead)

@@ -292,7 +292,7 @@ class WeightStore:
                   ahead: bool = False) -> None:
         """Fill a staging buffer with the weights of a unit that are not resident; a job of `queue`.
 
-        `ahead` is as of `Disk.read`.
+        `ahead` is as in `Disk.read`.
         """
         start = 0
         for buffer in unit.fetched:

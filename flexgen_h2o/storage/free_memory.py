@@ -55,7 +55,7 @@ def free_memory(offload_dir: AnyDirs, device_free: int | None) -> MemoryLimits:
 
 
 def whole_memory(offload_dir: AnyDirs, device_bytes: int | None) -> MemoryLimits:
-    """Return the total memory of all tiers; parameters as of `free_memory`."""
+    """Return the total memory of all tiers; parameters as in `free_memory`."""
     limit, total = cgroup_limit(), psutil.virtual_memory().total
     return MemoryLimits(
         gpu_bytes=device_bytes,
