@@ -24,7 +24,7 @@ from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.kernels.cpu.experts import ExpertTable
 from flexgen_h2o.models.mixture import MATRICES
-from flexgen_h2o.storage.transfer import TransferQueue, Transfers
+from flexgen_h2o.storage.transfer import Transfers
 
 MAX_USES = 1 / (1 - DECAY)
 """Upper limit of the uses that a pass adds to the score of an expert: the score of an expert that
@@ -417,17 +417,8 @@ class ExpertSlots:
 
     def _read(self, key: ExpertKey, slot: int) -> None:
         """Start to fill a slot with an expert."""
-        buffer, unit = self._buffers[slot], self._weights.experts[key]
-        before = buffer.busy
-        free = self._transfers.device.record_event() if buffer.free is None else buffer.free
         self._remove(slot)
         self._contents[slot] = key
-
-        def job(queue: TransferQueue) -> None:
-            for handle in before:
-                with suppress(Exception):  # of the evicted expert
-                    handle.synchronize()
-            self._weights.load_unit(queue, buffer, unit=unit)
-
-        buffer.loaded = self._transfers.submit("experts", job, after=(free,))
-        buffer.busy = [buffer.loaded]
+        load = partial(self._weights.load_unit, unit=self._weights.experts[key])
+        # The errors are of the load of the evicted expert.
+        self._buffers[slot].fill(self._transfers, "experts", load, ignore_errors=True)

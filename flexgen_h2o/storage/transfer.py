@@ -9,12 +9,11 @@ are filled ahead of compute and stored behind it.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain, cycle
 from typing import Generic, TypeVar
@@ -187,9 +186,9 @@ class Transfers:
 
     def compute_span(self, name: str, *, track: str = COMPUTE) -> AbstractContextManager[None]:
         """Return a context manager that records its body as a span of compute in the trace."""
-        return self._stamped(name, track) if self.trace.enabled else contextlib.nullcontext()
+        return self._stamped(name, track) if self.trace.enabled else nullcontext()
 
-    @contextlib.contextmanager
+    @contextmanager
     def _stamped(self, name: str, track: str) -> Iterator[None]:
         began = self.device.record_timestamp()
         yield
@@ -211,15 +210,15 @@ class Transfers:
     def abandon(self) -> None:
         """Wait for all jobs and copies and ignore errors, before buffers are freed."""
         for queue in self._queues.values():  # also jobs without a handle, after an interrupt
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 queue.finish()
         for handle in self._latest_jobs():
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 handle.synchronize()
         for queue in self._queues.values():  # copies of failed jobs
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 queue.flush()
-        with contextlib.suppress(Exception):  # zero-copy access to host memory
+        with suppress(Exception):  # zero-copy access to host memory
             self.device.record_event().synchronize()
         self._pending.clear()
 
@@ -284,6 +283,42 @@ class StagingBuffer:
     busy: list[Handle] = field(default_factory=list)
     free: Event | None = None
 
+    def fill(self, transfers: Transfers, kind: str, fill: Fill | None, *,
+             after: Iterable[Handle] = (), ignore_errors: bool = False) -> None:
+        """Start to fill the buffer, after all jobs on it.
+
+        Parameters
+        ----------
+        kind : str
+            Kind of the queue.
+        fill : callable (queue, buffer), optional
+            Compute may still use the buffer, but is done before copies of the queue. Returns jobs
+            on the buffer that it has submitted itself. None: only wait.
+        after : iterable of Handle
+            Jobs to wait for first.
+        ignore_errors : bool
+            Ignore the errors of the earlier jobs. False: `loaded` fails with them.
+        """
+        free = transfers.device.record_event() if self.free is None else self.free
+        after, before = tuple(after), self.busy
+        busy: list[Handle] = []
+
+        def job(queue: TransferQueue) -> None:
+            # Iterate over `before` itself: its first job may still append its own jobs.
+            for handle in chain(before, after):
+                with suppress(Exception) if ignore_errors else nullcontext():
+                    handle.synchronize()
+            if fill is not None:
+                busy.extend(fill(queue, self) or ())
+
+        self.loaded = transfers.submit(kind, job, after=(free,))
+        busy.append(self.loaded)
+        self.busy = busy
+
+
+Fill = Callable[[TransferQueue, StagingBuffer], Iterable[Handle] | None]
+"""Fills a buffer; see `StagingBuffer.fill`."""
+
 
 class BufferRing(Generic[Key]):
     """Staging buffers that are used in turn, each for one key at a time.
@@ -308,35 +343,11 @@ class BufferRing(Generic[Key]):
         self._order = cycle(self.buffers)
         self._buffers: dict[Key, StagingBuffer] = {}
 
-    def load(self, key: Key,
-             fill: Callable[[TransferQueue, StagingBuffer], Iterable[Handle] | None] | None, *,
-             after: Iterable[Handle] = ()) -> None:
-        """Start to fill the next buffer for a key.
-
-        Parameters
-        ----------
-        fill : callable (queue, buffer), optional
-            Runs after all jobs on the buffer. Compute may still use the buffer, but is done before
-            copies of the queue. Returns jobs on the buffer that it has submitted itself. None: only
-            assign a buffer.
-        after : iterable of Handle
-            Jobs to wait for first.
-        """
+    def load(self, key: Key, fill: Fill | None, *, after: Iterable[Handle] = ()) -> None:
+        """Start to fill the next buffer for a key: see `StagingBuffer.fill`."""
         buffer = self._next(key)
-        free = self._transfers.device.record_event() if buffer.free is None else buffer.free
-        after, before = tuple(after), buffer.busy
-        busy: list[Handle] = []
-
-        def job(queue: TransferQueue) -> None:
-            # Iterate over `before` itself: its first job may still append its own jobs.
-            for handle in chain(before, after):
-                handle.synchronize()
-            if fill is not None:
-                busy.extend(fill(queue, buffer) or ())
-
-        buffer.loaded = self._transfers.submit(self._kind, job, after=(free,))
-        busy.append(buffer.loaded)
-        buffer.busy, buffer.free = busy, None
+        buffer.fill(self._transfers, self._kind, fill, after=after)
+        buffer.free = None
 
     def take(self, key: Key) -> StagingBuffer:
         """Return the next buffer for a key, ready for compute to overwrite."""
