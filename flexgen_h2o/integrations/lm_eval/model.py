@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 class FlexGenLM(TemplateLM):
     """An `LLM` for the harness; for model arguments see `arguments.Arguments`.
 
-    `close` is also called when the object is deleted, and at exit.
+    The LLM is also closed when the object is deleted.
 
     Raises `UserError` if an argument is unknown or invalid, or the model cannot be loaded or does
     not fit.
@@ -54,7 +54,7 @@ class FlexGenLM(TemplateLM):
         from flexgen_h2o.llm import LLM  # loads torch: arguments are checked before
 
         self.llm = LLM(**self.arguments.for_llm())
-        self.close = weakref.finalize(self, self.llm.close)
+        self.close = self.llm.close
         self.batch_sizes: dict[str, int] = {}
         self.kv_cache_bytes = 0
         self._renderer: ChatRenderer | None = None

@@ -6,6 +6,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,13 +64,7 @@ class BatchGenerator(Replica):
         self._continues, self._seed = should_continue_on_error, seed
         self._preprocess, self._postprocess = preprocess, postprocess
         self._renderer: ChatRenderer | None = None
-
-        def load() -> LLM:
-            model = LLM(**llm)
-            weakref.finalize(self, model.close)
-            return model
-
-        super().__init__(load, threads)
+        super().__init__(partial(LLM, **llm), threads)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Generate text for the prompts of a batch.
