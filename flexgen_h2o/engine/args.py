@@ -50,7 +50,7 @@ class EngineArgs:
     device: str = "auto"
     dtype: str = "auto"
     path: str | os.PathLike | None = None
-    offload_dir: OffloadDirs = OffloadDirs.of(OFFLOAD_DIR)
+    offload_dir: OffloadDirs = OffloadDirs.parse(OFFLOAD_DIR)
     weight_cache: str | os.PathLike | None = AUTO
     calibration: str | os.PathLike | None = None
     verify: bool = False
@@ -74,7 +74,7 @@ class EngineArgs:
         names = {field.name for field in fields(cls)} & options.keys()
         return cls(**{name: options[name] for name in names} | {
             "model": os.fspath(options["model"]), "policy": options["policy"] or Policy(),
-            "offload_dir": OffloadDirs.of(options["offload_dir"] or OFFLOAD_DIR),
+            "offload_dir": OffloadDirs.parse(options["offload_dir"] or OFFLOAD_DIR),
             "cache": CacheOptions(options["h2o"], options["cache_bits"], options["attn_sparsity"],
                                   options["key_bits"], options["value_bits"])})
 

@@ -83,7 +83,7 @@ def load_or_calibrate(device: Device, offload_dir: AnyDirs, *, recalibrate: bool
     progress : callable
         Gets a description of each measurement before it starts.
     """
-    dirs = OffloadDirs.of(offload_dir)
+    dirs = OffloadDirs.parse(offload_dir)
     machines: list[Hardware] = []
     for folders in folders_by_disk(dirs):
         machines.append(_load_or_calibrate(device, dirs.paths[folders[0]], recalibrate, progress,
@@ -121,7 +121,7 @@ def load_calibration(device: Device, offload_dir: AnyDirs) -> Hardware | None:
 
     Raises `UserError` if the cached file is damaged.
     """
-    dirs = OffloadDirs.of(offload_dir)
+    dirs = OffloadDirs.parse(offload_dir)
     machines = _cached_by_disk(device, dirs)
     return _as_one_disk(dirs, machines) if machines else None
 
@@ -145,7 +145,7 @@ def by_measured_rates(device: Device, offload_dir: AnyDirs) -> OffloadDirs:
     Folders on one disk divide its rate. If a disk has not been measured, all folders have equal
     shares.
     """
-    dirs = OffloadDirs.of(offload_dir)
+    dirs = OffloadDirs.parse(offload_dir)
     if dirs.striped:
         with contextlib.suppress(OSError, UserError):  # a damaged file
             if machines := _cached_by_disk(device, dirs):

@@ -66,7 +66,7 @@ def whole_memory(offload_dir: AnyDirs, device_bytes: int | None) -> MemoryLimits
 
 def _disk_bytes(offload_dir: AnyDirs, kind: str) -> int:
     """Return the bytes of offload files that fit until one of the disks is full."""
-    dirs = OffloadDirs.of(offload_dir)
+    dirs = OffloadDirs.parse(offload_dir)
     return min(int(getattr(shutil.disk_usage(nearest_folder(dirs.paths[folders[0]])), kind)
                    / dirs.share(folders))
                for folders in folders_by_disk(dirs))

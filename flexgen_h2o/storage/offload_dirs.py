@@ -72,7 +72,7 @@ class OffloadDirs:
     stripes: tuple[int, ...]
 
     @classmethod
-    def of(cls, value: AnyDirs) -> OffloadDirs:
+    def parse(cls, value: AnyDirs) -> OffloadDirs:
         """Return one or several folders; they have equal shares unless `value` has others.
 
         Raises `UserError` if there is no folder, or if one has no name.

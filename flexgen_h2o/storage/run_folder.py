@@ -116,7 +116,7 @@ class RunFolder:
     """
 
     def __init__(self, offload_dir: AnyDirs):
-        self._dirs = OffloadDirs.of(offload_dir)
+        self._dirs = OffloadDirs.parse(offload_dir)
         self._folders: list[_PrivateFolder] = []
 
     def create(self) -> None:

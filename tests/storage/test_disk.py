@@ -283,7 +283,7 @@ def test_invalid_offload_folder_is_an_error(tmp_path, place, words):
 def test_files_are_striped_over_offload_folders(tmp_path, disk, monkeypatch, rates):
     monkeypatch.setattr(offload_dirs, "STRIPE", PAGE)
     parents = [tmp_path / str(number) for number in range(len(rates))]
-    dirs = OffloadDirs.of(parents).by_rates(rates)
+    dirs = OffloadDirs.parse(parents).by_rates(rates)
     pages, rng = 70, random.Random(0)
     with contextlib.closing(RunFolder(dirs)) as folder:
         file = folder.striped_file("a.bin", pages * PAGE - 5)
@@ -308,7 +308,7 @@ def test_files_are_striped_over_offload_folders(tmp_path, disk, monkeypatch, rat
 
 
 def test_file_for_kernels_is_on_the_fastest_disk(tmp_path):
-    dirs = OffloadDirs.of([tmp_path / "slow", tmp_path / "fast"]).by_rates([1, 2])
+    dirs = OffloadDirs.parse([tmp_path / "slow", tmp_path / "fast"]).by_rates([1, 2])
     with contextlib.closing(RunFolder(dirs)) as folder:
         path = folder.file("recall.bin", PAGE)
         assert path.parent.parent == tmp_path / "fast"
