@@ -6,6 +6,7 @@ that a change of the package breaks one place.
 
 import json
 import threading
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -117,6 +118,18 @@ def watch_arrivals(monkeypatch, llm) -> list[list[list[tuple[int, int]]]]:
 
     monkeypatch.setattr(slots, "arrivals", watched)
     return steps
+
+
+def reorder_experts(monkeypatch, llm, order: Callable[[list], Iterable]) -> None:
+    """Compute the experts of each layer one by one, in another order; all are resident."""
+    slots = llm._engine.runner._experts
+    arrivals = slots.arrivals
+
+    def reordered():
+        for item in order([item for group, _ in arrivals() for item in group]):
+            yield [item], None
+
+    monkeypatch.setattr(slots, "arrivals", reordered)
 
 
 def weight_sizes(llm) -> dict[str, int]:

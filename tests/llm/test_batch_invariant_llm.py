@@ -1,17 +1,21 @@
 """Batch invariance: tokens and log-probabilities of a prompt alone and in any batch, bit by bit."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 from helpers.error_cases import refused
 from helpers.generation import make_prompts
-from helpers.internals import hold_first_expert
+from helpers.internals import hold_first_expert, reorder_experts
 from helpers.kernel_cases import AVAILABLE, BUILT, threads, using
 from helpers.selection import examples, full, full_cases
+from helpers.tiny_models import make_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
+from flexgen_h2o.models.mixture import MixtureDecoder
 
 pytestmark = BUILT
 NEW = 10
@@ -147,12 +151,36 @@ def test_answers_of_other_mixtures(tiny_model, tmp_path, name):
                         [POLICIES["one batch"], POLICIES["on disk"]], tmp_path, **MODES[mode])
 
 
-def test_answers_do_not_depend_on_the_order_in_which_experts_are_loaded(
-        tiny_model, tmp_path, monkeypatch):
-    folder = str(tiny_model("qwen3_moe").folder)
-    options = {"dtype": "bfloat16", "device": "cpu", "batch_invariant": True, "weight_cache": None}
+def test_outputs_of_experts_add_up_in_one_order(tiny_model, monkeypatch):
+    def sums(order) -> list[torch.Tensor]:
+        added = []
+
+        def add_experts(self, cfg, w, x, inputs, sums, ops):
+            added.append(sums.clone())
+            add(self, cfg, w, x, inputs, sums, ops)
+
+        with LLM(str(tiny_model("qwen3_moe").folder), dtype="bfloat16", device="cpu",
+                 batch_invariant=True, progress=False) as llm, monkeypatch.context() as patch:
+            reorder_experts(patch, llm, order)
+            patch.setattr(MixtureDecoder, "add_experts", add_experts)
+            llm.generate(prompts_of(llm.vocab_size)[:2], max_new_tokens=2)
+        return added
+
+    add = MixtureDecoder.add_experts
+    for ascending, descending in zip(sums(sorted), sums(partial(sorted, reverse=True)),
+                                     strict=True):
+        assert torch.equal(ascending, descending)
+
+
+def test_answers_of_offloaded_experts_of_a_wide_model(tmp_path, monkeypatch):
+    """In a model so wide that quantized matmuls otherwise depend on the number of rows."""
+    folder = str(make_tiny("qwen3_moe", tmp_path / "wide", hidden_size=256, num_experts=16,
+                           num_experts_per_tok=8, moe_intermediate_size=200,
+                           num_hidden_layers=2).folder)
+    options = {"dtype": "bfloat16", "device": "cpu", "batch_invariant": True, "weight_cache": None,
+               "weight_bits": 4, "offload_dir": tmp_path}
     policy = Policy(gpu_batch_size=12, experts=Placement(0, 0, 100), expert_slots=14)
-    with LLM(folder, policy=policy, offload_dir=tmp_path, progress=False, **options) as llm:
+    with LLM(folder, policy=policy, progress=False, **options) as llm:
         order = hold_first_expert(monkeypatch, llm)
         assert answers(llm, list(range(10))) == alone(folder, **options)
     assert order[0] != (0, 0) in order
