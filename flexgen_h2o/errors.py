@@ -35,6 +35,10 @@ class InsufficientMemory(UserError):
     """A run does not fit in memory; one with fewer or shorter sequences may."""
 
 
+class SessionClosed(UserError):
+    """A session takes no more requests: it has been closed, by the user or by an error."""
+
+
 class PromptError(UserError):
     """An error of prompt number `key` of a call, without which the other prompts may run."""
 

@@ -21,7 +21,7 @@ from flexgen_h2o.engine.generation import Engine, GenerationRun
 from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, LogitsConsumer
 from flexgen_h2o.engine.scoring import DecodeScorer
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
-from flexgen_h2o.errors import PromptError, UserError
+from flexgen_h2o.errors import PromptError, SessionClosed, UserError
 from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.budget import num_cached
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -441,4 +441,4 @@ class RequestSession(ExclusiveResource):
 
     def _check_open(self) -> None:
         if self._run is None or self._run.queue is None:
-            raise UserError("this session has been closed: open a new one")
+            raise SessionClosed("this session has been closed: open a new one")

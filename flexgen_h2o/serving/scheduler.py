@@ -18,7 +18,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexgen_h2o.engine.detokenization import ReasoningParser
-from flexgen_h2o.errors import PromptError, PromptMemoryError, UserError, lacks_memory
+from flexgen_h2o.errors import (
+    PromptError,
+    PromptMemoryError,
+    SessionClosed,
+    UserError,
+    lacks_memory,
+)
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.requests.request import BadRequest
 from flexgen_h2o.requests.results import failure_reason
@@ -119,6 +125,7 @@ class Scheduler:
                     if failure is not None:
                         self._recover(failure)
                         failure = None
+                        continue  # the server may have been stopped meanwhile
                     self._update_runs()
                     self._feed()
                     if self._session.unfinished:
@@ -192,6 +199,8 @@ class Scheduler:
                     self._live += 1
             except UserError as error:
                 self._abort(keys)
+                if isinstance(error, SessionClosed):  # the engine has just failed
+                    raise Unavailable("the engine has failed: try again") from None
                 raise BadRequest(str(error)) from None
         if hurry:
             self._session.interrupt()  # the block of batches makes room
@@ -322,6 +331,8 @@ class Scheduler:
                     key = self._session.add(prompt, params)
                     self._owners[key] = _Owner(run, request, choice)
                     keys.append(key)
+            except SessionClosed:  # no fault of the request
+                raise
             except UserError as error:
                 self._abort(keys)
                 run.fail(request, BadRequest(str(error)))

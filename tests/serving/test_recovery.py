@@ -22,6 +22,7 @@ from flexgen_h2o.commands import serve
 from flexgen_h2o.errors import NonFiniteLogits, UserError
 from flexgen_h2o.requests.results import ResultsFile
 from flexgen_h2o.serving.api import Server
+from flexgen_h2o.serving.scheduler import Scheduler
 from flexgen_h2o.serving.store import Batch, Counts, File, Store, StoreError, new_id
 from flexgen_h2o.sessions import RequestSession
 
@@ -227,6 +228,29 @@ def test_errors_of_the_engine_do_not_end_the_server(words_model, tmp_path, monke
             (line,) = served.lines(batch.error_file_id)
             assert line["response"]["body"]["error"]["code"] == "logits_not_finite"
         assert not errors and served.http.get("/health").status_code == 200
+
+
+def test_a_stop_after_an_engine_error_fails_no_request(words_model, tmp_path, monkeypatch):
+    recover, stopped = Scheduler._recover, threading.Event()
+
+    def failing(session):
+        session.end()
+        raise UserError("the disk is full")
+
+    def stopping(scheduler, error):
+        scheduler.stop()
+        recover(scheduler, error)
+        for batch in scheduler._store.active_batches():  # opened meanwhile
+            scheduler._open_batch(batch.id)
+        stopped.set()
+
+    with serving(flags(words_model, tmp_path)) as served, monkeypatch.context() as patched:
+        patched.setattr(RequestSession, "step", failing)
+        patched.setattr(Scheduler, "_recover", stopping)
+        batch = served.batch(lines_of(4))
+        assert stopped.wait(DEADLINE)
+    with serving(flags(words_model, tmp_path)) as served:
+        assert served.wait(batch.id).request_counts.completed == 4
 
 
 # --- the data directory
