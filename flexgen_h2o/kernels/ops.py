@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -100,10 +101,12 @@ def _kernel(operation: str, x: Tensor) -> Callable | None:
 def _dispatched(reference_operation: Callable, argument: int = 0) -> Callable[..., Any]:
     """Return an operation: the kernel for the device of an argument, or the reference."""
     name = reference_operation.__name__
+    parameter = [*inspect.signature(reference_operation).parameters][argument]
 
     @functools.wraps(reference_operation)
     def operation(*args: Any, **options: Any) -> Any:
-        return (_kernel(name, args[argument]) or reference_operation)(*args, **options)
+        x = args[argument] if argument < len(args) else options[parameter]
+        return (_kernel(name, x) or reference_operation)(*args, **options)
 
     return operation
 
