@@ -70,15 +70,6 @@ def test_projection_extends_decode_by_the_mean_step():
     assert stats.project(cut=1, gen_len=1).generated_tokens == 4
 
 
-def test_the_table_fits_a_terminal():
-    stats = make_stats(
-        projected=True, load_seconds=1234.5, prefill_seconds=1234.567, step_seconds=[0.012345],
-        decode_seconds=12345.678, predicted_prefill_seconds=12.3, predicted_decode_seconds=12.3,
-        kv_cache_bytes=10**11, full_kv_cache_bytes=3 * 10**11, kv_bytes_per_token=1_234_567,
-        peak_process_bytes=10**11, peak_device_bytes=10**11)
-    assert all(len(line) <= 80 for line in stats_table(stats).splitlines())
-
-
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=9))
 def test_wide_tables_are_split_between_columns(widths):
     cells = [letter * width for letter, width in zip("abcdefghi", widths, strict=False)]

@@ -22,8 +22,13 @@ def test_trace_is_chrome_json(tmp_path):
         raise ValueError("boom")
     start = trace.spans()[0][2]
     trace.add("chunk", "disk->cpu", start + 1, start + 3, 4 * 10**9)
+    trace.about = {"model": "opt", "decode_steps": 3, "predicted_prefill_seconds": None}
+    trace.sample(PROCESS_MEMORY, start + 0.5, 10**9)
+    trace.sample(DEVICE_MEMORY, start + 2, 7)
     trace.write_chrome(tmp_path / "t.json")
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    document = json.loads((tmp_path / "t.json").read_text())
+    assert document["otherData"] == trace.about
+    events = document["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     spans = [e for e in events if e["ph"] == "X"]
     assert sorted(names.values()) == ["compute", "disk->cpu"]
@@ -31,6 +36,10 @@ def test_trace_is_chrome_json(tmp_path):
     assert spans[2]["dur"] == pytest.approx(2e6)
     assert spans[2]["ts"] - spans[0]["ts"] == pytest.approx(1e6)
     assert spans[2]["args"] == {"bytes": 4 * 10**9, "GB/s": pytest.approx(2.0)}
+    process, device = (e for e in events if e["ph"] == "C")
+    assert (process["name"], process["args"]) == (PROCESS_MEMORY, {"bytes": 10**9})
+    assert (device["name"], device["args"]) == (DEVICE_MEMORY, {"bytes": 7})
+    assert device["ts"] - process["ts"] == pytest.approx(1.5e6)
     assert list(tmp_path.iterdir()) == [tmp_path / "t.json"]
 
 
@@ -43,20 +52,6 @@ def test_disabled_trace_records_nothing():
         assert not samplers()
     trace.sample(PROCESS_MEMORY, 1.0, 5)
     assert trace.samples() == []
-
-
-def test_a_trace_file_has_samples_and_metadata(tmp_path):
-    trace = Trace()
-    trace.about = {"model": "opt", "decode_steps": 3, "predicted_prefill_seconds": None}
-    trace.sample(PROCESS_MEMORY, 10.5, 10**9)
-    trace.sample(DEVICE_MEMORY, 12.0, 7)
-    trace.write_chrome(tmp_path / "t.json")
-    document = json.loads((tmp_path / "t.json").read_text())
-    assert document["otherData"] == trace.about
-    process, device = document["traceEvents"]
-    assert (process["name"], process["args"]) == (PROCESS_MEMORY, {"bytes": 10**9})
-    assert (device["name"], device["args"]) == (DEVICE_MEMORY, {"bytes": 7})
-    assert device["ts"] - process["ts"] == pytest.approx(1.5e6)
 
 
 # Memory
