@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -16,6 +18,7 @@ from helpers.batch_jobs import job_flags, requests, write_lines
 from helpers.error_cases import command_refused, refused
 from helpers.fake_llm import run_stats
 from helpers.read_back import read_csv, read_jsonl
+from helpers.subprocesses import environment
 from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM
@@ -517,6 +520,58 @@ def test_a_fault_is_one_line_and_the_job_resumes(runs, after_blocks, monkeypatch
         if runs.output.exists():
             assert {*runs.texts()} < {*whole}
     assert "finished; 12 of 12" in runs(*flags) and runs.texts() == whole
+
+
+KILLER = """
+import os, random, signal, sys, torch
+from transformers import AutoTokenizer
+from flexgen_h2o.engine.tokenizer import load_tokenizer
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.commands import batch
+from flexgen_h2o.requests.results import ResultsFile
+
+def job(draw):
+    # A job that is killed before, within or after a write of the first or second block.
+    torch.set_num_threads(1)
+    left, share, add = draw.randrange(2), draw.choice([0, draw.random(), 1]), ResultsFile.add
+    def killed(file, lines):
+        nonlocal left
+        left -= 1
+        if left < 0 and share < 1:
+            data = b"".join(line + b"\\n" for line in lines)
+            with open(file.path, "ab") as part:
+                part.write(data[: int(len(data) * share)])
+        else:
+            add(file, lines)
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    ResultsFile.add = killed
+    os._exit(batch.main(sys.argv[1:]))
+
+model = sys.argv[sys.argv.index("--model") + 1]
+AutoTokenizer.from_pretrained(model)  # what is imported here, the children need not import
+draw = random.Random(1)
+codes = []
+for moment in range(int(sys.argv.pop())):
+    child = os.fork()
+    if child == 0:
+        job(random.Random(draw.random()))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print("ended", *codes)
+"""
+
+
+@pytest.mark.full
+def test_killed_job_resumes_with_the_same_answers(runs):
+    moments = 20
+    runs.input(["{broken\n", *requests(90)])
+    done = subprocess.run([sys.executable, "-c", KILLER, *runs.argv("--window", "7"), str(moments)],
+                          capture_output=True, text=True, env=environment())
+    assert done.stdout.endswith(f"ended {' '.join(['-9'] * moments)}\n"), done.stdout + done.stderr
+    assert "resuming: " in runs()
+    disturbed = runs.texts(), runs.answered()
+    runs("--overwrite")
+    assert disturbed == (runs.texts(), 91) and len(disturbed[0]) == 90
 
 
 def test_a_resumed_job_with_other_batches_has_the_same_answers(runs):
