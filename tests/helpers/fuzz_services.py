@@ -151,10 +151,10 @@ def _structured_outputs() -> Target:
 
 
 def _drafts(folder: Path, stack: ExitStack) -> Target:
-    """Return the target of requests, whose tokens must not depend on drafts."""
+    """Return the target of requests, whose outputs must not depend on drafts, bit by bit."""
     def open_llm(**options) -> LLM:
         return stack.enter_context(LLM(str(folder / "model"), dtype="float32", progress=False,
-                                       device="cpu", **options))
+                                       device="cpu", batch_invariant=True, **options))
 
     drafting = {"speculate": "ngram", "num_speculative_tokens": 5}
     h2o = H2OConfig(heavy_tokens=3, recent_tokens=4)
@@ -178,8 +178,8 @@ def _drafts(folder: Path, stack: ExitStack) -> Target:
         number, prompts, options = json.loads(raw)
         if not isinstance(options, dict):
             return
-        plain, drafted = ([output.token_ids for output in llm.generate(prompts, **options)]
-                          for llm in pairs[number])
+        plain, drafted = ([(output.token_ids, output.log_probs)
+                           for output in llm.generate(prompts, **options)] for llm in pairs[number])
         assert plain == drafted
 
     return Target(draw, read)
