@@ -17,7 +17,7 @@ registered policies run through the reference operations in plain PyTorch (`kern
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -91,7 +91,7 @@ class ScorePolicy:
     """
 
     name: str
-    score: Score
+    score: Score = field(repr=False)
     fades: bool = False
     needs: tuple[str, ...] = ()
 
