@@ -437,7 +437,7 @@ def test_unsupported_combinations_are_errors(tiny_model, options, word):
 
 
 @pytest.mark.parametrize(("draft", "word"), [
-    ("opt", "not those"), ("mistral_window", "windows"), ("words", "not those")])
+    ("opt", "tokenizer"), ("mistral_window", "windows"), ("words", "tokenizer")])
 def test_unsupported_draft_models_are_errors(tiny_model, tmp_path, draft, word):
     folder, other = tiny_model("llama").folder, tmp_path / draft
     if draft == "words":
