@@ -71,7 +71,7 @@ class Job:
         self.expected: Any = None
 
     def prepare(self) -> None:
-        """Run the job once, which imports most of what it needs, and keep its results."""
+        """Run the job once without faults, to import modules before forks, and keep its results."""
         shutil.copytree(self._source, self.model)
         self.folder.mkdir()
         os.environ["FLEXGEN_H2O_CACHE"] = str(self.folder / "cache")
